@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""Mixture of experts: a router picks K of E small networks per token. With routing replay and a load-balance loss.
+
+As in Qwen3-MoE: softmax over all experts, the K largest probabilities renormalised to sum to 1, SwiGLU experts, no
+shared expert. There is no capacity limit: a token's output never depends on which other tokens share its batch, so
+that the sampler and the trainer compute the same function. The router runs in float32 whatever the rest does, since
+a rounding there is a different expert.
+
+Letters: N tokens, C model width, F expert width, E experts, K experts per token.
+
+Routing replay (section 5.3 of arXiv 2507.18071): the experts to use are given, as the sampler recorded them. Only the
+choice is replayed. The gate weights are computed from the current router, which so keeps its gradient.
+
+To copy: this file needs nothing but torch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MoE(nn.Module):
+    """Top-k routed SwiGLU experts: y = sum_k gate_k * W_out[e_k] (silu(W_gate[e_k] x) * (W_up[e_k] x))."""
+
+    def __init__(self, width, experts, experts_per_token, expert_width):
+        super().__init__()
+        self.experts_per_token = experts_per_token
+        self.router = nn.Parameter(torch.randn(experts, width) * width**-0.5)
+        self.w_in = nn.Parameter(torch.randn(experts, width, 2 * expert_width) * width**-0.5)  # gate, up
+        self.w_out = nn.Parameter(torch.randn(experts, expert_width, width) * expert_width**-0.5)
+
+    def forward(self, x, routes=None):
+        """x: (..., C); routes: (..., K) integers, the experts to use, or None to let the router choose.
+
+        Returns (y (..., C), routes (..., K) as used, int64, probs (..., E), the router's probabilities in float32).
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            probs = F.linear(x.float(), self.router.float()).softmax(-1)  # (..., E)
+        if routes is None:
+            routes = probs.topk(self.experts_per_token, dim=-1).indices
+        routes = routes.long()
+        gates = probs.gather(-1, routes)
+        gates = gates / gates.sum(-1, keepdim=True)  # (..., K)
+
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
+        run = grouped_experts if can_group(w_in, w_out) else looped_experts
+        k = routes.size(-1)
+        y = run(x.reshape(-1, x.size(-1)).to(dtype), routes.reshape(-1, k), gates.reshape(-1, k).to(dtype), w_in, w_out)
+        return y.view(x.shape), routes, probs
+
+
+def looped_experts(x, routes, gates, w_in, w_out):
+    """One expert after the other, each on the tokens that chose it: what `grouped_experts` must equal.
+
+    x: (N, C); routes, gates: (N, K); w_in: (E, C, 2F); w_out: (E, F, C). Returns (N, C).
+    """
+    y = torch.zeros_like(x)
+    # unbind, not w_in[e]: the backward of indexing builds a zero gradient of the full (E, C, 2F) for each expert
+    for e, (expert_in, expert_out) in enumerate(zip(w_in.unbind(), w_out.unbind())):
+        token, slot = (routes == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ expert_in).chunk(2, dim=-1)
+        y = y.index_add(0, token, (F.silu(gate) * up) @ expert_out * gates[token, slot, None])
+    return y
+
+
+def grouped_experts(x, routes, gates, w_in, w_out):
+    """The same by sorting: rows of one expert become neighbours, and two grouped matrix products do all experts."""
+    k = routes.size(1)
+    experts, order = routes.flatten().sort(stable=True)  # (N*K,)
+    token = order // k
+    # where each expert's rows end; unlike bincount, this needs no look at the data (no GPU synchronisation)
+    ends = torch.searchsorted(experts, torch.arange(len(w_in), device=x.device), right=True, out_int32=True)
+    gate, up = F.grouped_mm(x.index_select(0, token), w_in, offs=ends).chunk(2, dim=-1)  # (N*K, F) each
+    y = F.grouped_mm(F.silu(gate) * up, w_out, offs=ends)  # (N*K, C)
+    y = y * gates.flatten().index_select(0, order)[:, None]
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
+def can_group(*weights):
+    """Whether `F.grouped_mm` takes these: torch 2.10 or newer, float32 or bfloat16, rows of a multiple of 16 bytes."""
+    return all(
+        hasattr(F, "grouped_mm")
+        and w.device.type in ("cpu", "cuda")
+        and w.dtype in (torch.float32, torch.bfloat16)
+        and w.size(1) * w.element_size() % 16 == 0
+        and w.size(2) * w.element_size() % 16 == 0
+        for w in weights
+    )
+
+
+def expert_load(routes, experts, mask):
+    """(E,): the share of all choices that fell on each expert, over unmasked tokens. routes: (..., K); mask: (...)."""
+    chosen = F.one_hot(routes.long(), experts).sum(-2) * mask[..., None]  # (..., E)
+    load = chosen.flatten(0, -2).sum(0).float()
+    return load / load.sum().clamp(min=1)
+
+
+def load_balance_loss(probs, routes, mask):
+    """Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961) for top-k: E * sum_e load_e * mean prob_e.
+
+    probs: (..., E); routes: (..., K); mask: (...), 0 on padding, which must not count. 1 when all is even, at most E.
+    It belongs into the warm start. In RL it is off: the reward does not ask for it.
+    """
+    mask = mask.bool()
+    mean_prob = torch.where(mask[..., None], probs, 0).flatten(0, -2).sum(0) / mask.sum().clamp(min=1)
+    return probs.size(-1) * (expert_load(routes, probs.size(-1), mask) * mean_prob).sum()

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT
+"""From text to tokens and back, and batched sampling with a cache. Also a command: ask a checkpoint a question.
+
+    python sample.py --checkpoint out/tiny-chain-sum-seed0/gspo.pt "9-1-4+7"
+    python sample.py --checkpoint out/tiny-chain-sum-seed0/gspo.pt --samples 8 --temperature 1 < questions.txt
+
+What a sampler for RL must get right, and how it is done here:
+  - the log-probs are those of the distribution that was sampled from: the whole vocabulary, at the temperature used;
+  - the end token is kept and masked in: the policy chose it, so it is trained;
+  - the noise of a row depends on (seed, row) alone, so that no result depends on how rows are batched;
+  - rows that have ended leave the batch at once, and a prompt is read once for all samples of its group.
+
+Letters: P prompts, G samples per prompt (the group), B = P*G rows, T tokens, L layers, E experts, K experts per token.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import tiktoken
+import torch
+
+# 256 bytes and a few tags. Every digit is a token, so place value is not hidden by merges, and any text round-trips.
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
+tokenizer = tiktoken.Encoding(
+    "bytes-and-tags",
+    pat_str=r"(?s:.)",  # (?s: since a plain dot would silently drop newlines
+    mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+    special_tokens={token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)},
+)
+PAD, BOS, EOS, THINK = (tokenizer.encode_single_token(token) for token in ("<pad>", "<bos>", "<eos>", "<think>"))
+
+
+def encode_prompt(text):
+    """The template of a prompt. What the text contains is data: "<eos>" typed by a user stays five characters."""
+    return [BOS, *tokenizer.encode_ordinary(text)]
+
+
+def encode_response(text):
+    """Tokens of a worked solution: the one place where tags in a text become special tokens, since we wrote them."""
+    return [*tokenizer.encode(text, allowed_special={"<think>", "</think>", "<answer>", "</answer>"}), EOS]
+
+
+def decode_response(tokens):
+    """Text of a response (list of ids), up to its end token. Raises ValueError for an id outside the vocabulary."""
+    tokens = list(tokens)
+    if EOS in tokens:
+        tokens = tokens[: tokens.index(EOS)]
+    unknown = [token for token in tokens if not 0 <= token < tokenizer.n_vocab]
+    if unknown:
+        raise ValueError(f"token id {unknown[0]} is outside the vocabulary of {tokenizer.n_vocab}")
+    return tokenizer.decode(tokens)
+
+
+@dataclass
+class Rollout:
+    """What `generate` returns. Row p*G + g is sample g of prompt p."""
+
+    tokens: torch.Tensor  # (B, T) int64: prompt, response, padding on the right
+    mask: torch.Tensor  # (B, T) bool: True on the response, its end token included
+    logprobs: torch.Tensor  # (B, T) float32 of the sampled tokens, 0 elsewhere
+    entropy: torch.Tensor  # (B, T) float32, in nats, of the distribution each token was drawn from, 0 elsewhere
+    routes: torch.Tensor  # (L, B, T, K) uint8: the experts each token went through; arbitrary where none did
+    lengths: torch.Tensor  # (B,) int64: tokens in the response
+
+    def ends(self):
+        """Tokens in each row, its prompt included: a list of B."""
+        place = torch.arange(1, self.mask.size(1) + 1, device=self.mask.device)
+        return (self.mask * place).amax(1).tolist()
+
+    def texts(self):
+        """The responses as text, a list of B."""
+        return [decode_response(row[keep].tolist()) for row, keep in zip(self.tokens.cpu(), self.mask.cpu())]
+
+
+@torch.no_grad()
+def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperature=1.0, seed=0, first_row=0):
+    """Sample `samples_per_prompt` responses to each prompt; temperature 0 is greedy.
+
+    prompts: list of texts, or of lists of token ids. first_row: the number of the first row where this batch is a
+    part of a larger one, so that the parts draw the noise the whole would. In greedy decoding the log-probs are those
+    of temperature 1. Raises ValueError for an empty prompt, sizes below 1, or what does not fit the model's context.
+    """
+    if not prompts or samples_per_prompt < 1 or max_new_tokens < 1:
+        raise ValueError("generate needs at least one prompt, one sample and one new token")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}: it must be 0 (greedy) or more")
+    prompts = [encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) < 1:
+        raise ValueError("a prompt is empty")
+    config, device = model.config, model.embed.weight.device
+    slots = max(lengths) + max_new_tokens
+    if slots > config.context:
+        raise ValueError(
+            f"a prompt of {max(lengths)} tokens and {max_new_tokens} new ones exceed the context of {config.context}"
+        )
+    group, rows = samples_per_prompt, len(prompts) * samples_per_prompt
+
+    # The prompts are read once, in a small cache that every sample of the group then gets a copy of.
+    padded = [prompt + [PAD] * (max(lengths) - len(prompt)) for prompt in prompts]
+    padded = torch.tensor(padded, device=device).clamp(max=config.vocab_size - 1)  # the clamp: PAD in a tiny vocabulary
+    prompt_cache = model.new_cache(len(prompts), max(lengths))
+    x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
+    cache = model.new_cache(rows, slots)
+    cache.copy_prompts(prompt_cache, group)
+
+    tokens = torch.full((rows, slots), PAD, device=device)
+    tokens[:, : padded.size(1)] = padded.repeat_interleave(group, dim=0)
+    written = torch.arange(slots, device=device)
+    position = torch.tensor(lengths, device=device).repeat_interleave(group)  # (B,): where the next token goes
+    tokens.masked_fill_(written >= position[:, None], PAD)
+    mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
+    logprobs, entropy = torch.zeros(rows, slots, device=device), torch.zeros(rows, slots, device=device)
+    routes = torch.arange(config.experts_per_token, dtype=torch.uint8, device=device)
+    routes = routes.repeat(config.layers, rows, slots, 1)  # (L, B, T, K)
+    routes[:, :, : padded.size(1)] = prompt_routes.repeat_interleave(group, dim=1).to(torch.uint8)
+
+    noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
+    row = torch.arange(rows, device=device)  # which row of the output stands at each place of the shrinking batch
+    last = position.sub(1)[::group] if rows else position
+    x = x[torch.arange(len(prompts), device=device), last].repeat_interleave(group, dim=0)  # (B, C)
+    for step in range(max_new_tokens):
+        token, logprob, nats = choose(model.head(x), noise[row, step], temperature)
+        tokens[row, position], mask[row, position] = token, True
+        logprobs[row, position], entropy[row, position] = logprob, nats
+        ended = ended_rows(token)
+        if len(ended) == len(row) or step == max_new_tokens - 1:
+            break
+        if ended:  # the last rows move into the places of those that have ended
+            left = len(row) - len(ended)
+            gaps = [place for place in ended if place < left]
+            movers = sorted(set(range(left, len(row))) - set(ended))
+            source, target = torch.tensor(movers, device=device).long(), torch.tensor(gaps, device=device).long()
+            for of_row in (row, position, token):
+                of_row[target] = of_row[source]
+            row, position, token = row[:left], position[:left], token[:left]
+            cache.shrink(left, source, target)
+        x, taken, _ = model.features(token[:, None], cache=cache, positions=position)
+        x = x[:, 0]
+        routes[:, row, position] = taken[:, :, 0].to(torch.uint8)
+        position = position + 1
+
+    response = mask.sum(1)
+    longest = slots if step == max_new_tokens - 1 else int(mask.nonzero()[:, 1].max()) + 1
+    return Rollout(
+        tokens[:, :longest],
+        mask[:, :longest],
+        logprobs[:, :longest],
+        entropy[:, :longest],
+        routes[:, :, :longest],
+        response,
+    )
+
+
+def ended_rows(token):
+    """Which rows (a sorted list) just drew the end token. The one place where the host waits for the device."""
+    return [place for place, ended in enumerate((token == EOS).tolist()) if ended]
+
+
+def choose(logits, noise, temperature):
+    """logits: (B, V); noise: (B,) in (0, 1] -> (token, its log-prob, the distribution's entropy), (B,) each."""
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    probs = logprobs.exp()
+    if temperature == 0:
+        token = logprobs.argmax(-1)
+    else:  # inverse transform: the first token at which the cumulated probability reaches the noise; its own is > 0
+        cumulated = probs.cumsum(-1)
+        token = (cumulated < noise[:, None] * cumulated[:, -1:]).sum(-1)
+    return token, logprobs.gather(-1, token[:, None])[:, 0], -(probs * logprobs).sum(-1)
+
+
+def row_noise(seed, rows, count):
+    """(len(rows), count) float32 in (0, 1]: a counter-based generator (Philox) for each row, keyed by (seed, row)."""
+    keys = [np.array([seed % 2**64, row], dtype=np.uint64) for row in rows]
+    return np.stack(
+        [1 - np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32) for key in keys]
+    )
+
+
+def pick_device(name="auto"):
+    """torch.device for a name; "auto" takes cuda, then mps, then cpu. Raises ValueError when it is not there."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = next(kind for kind, there in available.items() if there) if name == "auto" else name
+    if not available.get(name):
+        raise ValueError(f"device {name} is not available here: try --device auto")
+    return torch.device(name)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Ask a trained checkpoint a question, and check its answer.")
+    parser.add_argument("question", nargs="?", help="the problem, such as 9-1-4+7; without it, one a line from stdin")
+    parser.add_argument("--checkpoint", required=True, help="a .pt file that train.py wrote")
+    parser.add_argument("--samples", type=int, default=1, help="responses per question (default: 1)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: 0 for one sample, 1 for several)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="longest response (default: 96)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (default: 0)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
+    args = parser.parse_args()
+
+    from model import load_model  # only here, so that everything above can be copied without it
+    from rewards import extract_answer, read_problem, reward
+
+    try:
+        device = pick_device(args.device)
+        model, about = load_model(args.checkpoint, device=device)
+        if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
+            raise ValueError(f"{args.checkpoint} was trained with another vocabulary")
+    except (OSError, ValueError) as error:
+        sys.exit(f"sample.py: {error}")
+    temperature = args.temperature if args.temperature is not None else float(args.samples > 1)
+
+    asked = False
+    for question in [args.question] if args.question is not None else sys.stdin:
+        question = question.strip()
+        if not question:
+            continue
+        asked = True
+        try:
+            problem = read_problem(about["task"], question)
+        except ValueError as error:
+            problem = None
+            print(f"sample.py: warning: {error}; answered unchecked", file=sys.stderr)
+        try:
+            rollout = generate(
+                model,
+                [problem.prompt if problem else question],
+                samples_per_prompt=args.samples,
+                max_new_tokens=args.max_new_tokens,
+                temperature=temperature,
+                seed=args.seed,
+            )
+        except ValueError as error:
+            sys.exit(f"sample.py: {error}")
+        print(question)
+        for text in rollout.texts():
+            verdict = ""
+            if problem:
+                answer = extract_answer(text)
+                verdict = "correct" if reward(problem, [text]) == [1.0] else f"wrong, {problem.answer} is right"
+                verdict = f"   [answer: {answer}; {verdict}]"
+            print(f"  {text}{verdict}", flush=True)
+    if not asked:
+        sys.exit("sample.py: no question: give one as an argument, or one a line on standard input")
+
+
+if __name__ == "__main__":
+    main()
