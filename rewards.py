@@ -28,7 +28,7 @@ MAX_COMPLETION_TAIL = 2000  # characters in which the fallback looks for the las
 # Where the answer stands
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
-_ANSWER_IS = re.compile(r"\banswer[*_]{0,3}\s{0,9}(?:is\b[*_]{0,3}\s{0,9}:?|:|=)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"\banswer[*_]{0,3}\s{0,9}(?:is\b[*_]{0,3}\s{0,9}:?|:|=)(?:[*_]{1,3}(?=\s))?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.?;](?=\s|$)|\n")
 
 
@@ -128,7 +128,7 @@ _WRAPPING_MACRO = re.compile(
     r"\\(?:f?box(?:ed)?|text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf)|mbox|displaystyle)?\s*(?=\{)"
 )
 _INNER_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}")
-_SPACING = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~")
+_SPACING = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|(?<=\S)~")
 
 
 def parse_number(text):

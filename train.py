@@ -555,7 +555,9 @@ def warm_start(settings, device, folder, stop, state):
         loss, tokens = imitate(learner, settings, step, device)
         seen += tokens
         if step % 20 == 0:
-            steps.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s")
+            steps.set_postfix_str(
+                f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s", refresh=False
+            )
         stopping = stop.agreed(device)
         if stopping or (step + 1) % (20 * settings.save_every) == 0:
             check_finite(**dict(learner.model.named_parameters()))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: MIT
+"""Inputs that several test files share: one hand-computed batch, random batches, closed-form gradients."""
+
+import torch
+
+X = 0.0  # padding
+HAND = {
+    "logprobs": [[-1, -0.5, -2], [-0.7, -1.3, X], [-0.2, X, X], [-1.5, -0.1, -0.9]],
+    "old_logprobs": [[-1.2, -0.6, -1.9], [-0.5, -1.2, X], [-0.3, X, X], [-1.4, -0.3, -0.8]],
+    "mask": [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]],
+    "advantages": [1.0, -1.0, -1.0, 1.0],
+}
+UNCLIPPED = {"clip_eps_low": 1e9, "clip_eps_high": 1e9}
+
+
+def window(low, high):
+    return {"clip_eps_low": low, "clip_eps_high": high}
+
+
+def hand_batch(dtype=torch.float64):
+    return {name: torch.tensor(value, dtype=dtype) for name, value in HAND.items()}
+
+
+def random_batch(seed, rows=6, tokens=7, dtype=torch.float64, spread=0.3):
+    """Rows of different lengths, the last one full, the first one of a single token."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
+    lengths[0], lengths[-1] = 1, tokens
+    old = -torch.rand(rows, tokens, generator=g, dtype=torch.float64) * 3
+    return {
+        "logprobs": (old + spread * torch.randn(rows, tokens, generator=g, dtype=torch.float64)).to(dtype),
+        "old_logprobs": old.to(dtype),
+        "advantages": torch.randn(rows, generator=g, dtype=torch.float64).to(dtype),
+        "mask": (torch.arange(tokens) < lengths[:, None]).to(dtype),
+    }
+
+
+def value_and_grad(loss, batch, **options):
+    """(loss, gradient with respect to the log-probs, metrics)."""
+    batch = dict(batch)
+    logprobs = batch.pop("logprobs").clone().requires_grad_()
+    value, metrics = loss(logprobs, **batch, **options)
+    value.backward()
+    return value.detach(), logprobs.grad, metrics
