@@ -5,12 +5,14 @@ Pre-norm RMSNorm, rotary positions (RoPE), grouped-query attention with QK-norm,
 and nothing else that differs between training and sampling or that depends on a row's neighbours. Rows are padded on
 the right, so causal attention alone keeps padding out of sight.
 
-Letters: B sequences, T tokens, S cache slots, C width, H query heads, J key/value heads, D head size, L layers,
-E experts, K experts per token, V vocabulary.
+Letters: B sequences, T tokens in a row, N tokens of a batch in reading order, S cache slots, C width, H query heads,
+J key/value heads, D head size, L layers, E experts, K experts per token, V vocabulary.
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -87,6 +89,8 @@ def rotary(positions, config):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with QK-norm. How tokens lie in rows is not its business: `attend` knows."""
+
     def __init__(self, config):
         super().__init__()
         self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
@@ -95,33 +99,45 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(config.head_size))
         self.k_norm = nn.Parameter(torch.ones(config.head_size))
 
-    def forward(self, x, rotations, cache=None, layer=0, step=None):
-        b, t, c = x.shape
-        h, j, d = self.heads, self.kv_heads, self.head_size
-        q, k, v = self.qkv(x).view(b, t, h + 2 * j, d).split((h, j, j), dim=2)  # (B, T, H or J, D)
-        q = rotate(F.rms_norm(q, (d,), self.q_norm, 1e-6), rotations).to(v.dtype)
-        k = rotate(F.rms_norm(k, (d,), self.k_norm, 1e-6), rotations).to(v.dtype)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or J, T, D)
+    def forward(self, x, rotations, attend):
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_size))  # (N, H + 2J, D)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q = rotate(F.rms_norm(q, (self.head_size,), self.q_norm, 1e-6), rotations).to(v.dtype)
+        k = rotate(F.rms_norm(k, (self.head_size,), self.k_norm, 1e-6), rotations).to(v.dtype)
+        return self.out(attend(q, k, v).flatten(1))  # (N, H, D) -> (N, C)
 
-        if step is None:  # whole sequences from position 0, to train on or to fill the cache with
-            if cache is not None:
-                cache.k[layer, :, :, :t], cache.v[layer, :, :, :t] = k, v
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, H, T, D)
-        else:  # one token per row, each at its own position
-            rows, positions, visible = step
-            keys, values = cache.k[layer], cache.v[layer]  # (B, J, S, D)
-            keys[rows, :, positions], values[rows, :, positions] = k[:, :, 0], v[:, :, 0]
-            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
-            # The H/J query heads of a key head stand where query positions would: no key is copied for them.
-            q = q.reshape(b, j, h // j, d)
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible).view(b, h, 1, d)
-        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+def attend_rows(q, k, v, rows, read, cache=None, layer=0):
+    """Causal attention within whole rows. q: (N, H, D), k, v: (N, J, D); rows: (B, T); read: see `features`."""
+    b, t = rows
+
+    def unpack(x):  # (N, H, D) -> (B, H, T, D)
+        if read is not None:  # attention alone is done with padding, all else on the N tokens that are none
+            x = x.new_zeros(b * t, *x.shape[1:]).index_copy(0, read, x)
+        return x.unflatten(0, (b, t)).transpose(1, 2)
+
+    q, k, v = unpack(q), unpack(k), unpack(v)
+    if cache is not None:
+        cache.k[layer, :, :, :t], cache.v[layer, :, :, :t] = k, v
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+    return y if read is None else y.index_select(0, read)  # (N, H, D)
+
+
+def attend_cache(q, k, v, positions, visible, cache, layer):
+    """One new token per row, N = B. positions: (B,), its slot; visible: (B, 1, 1, S), the slots up to it."""
+    rows = torch.arange(len(q), device=q.device)
+    keys, values = cache.k[layer], cache.v[layer]  # (B, J, S, D)
+    keys[rows, :, positions], values[rows, :, positions] = k, v
+    # The H/J query heads of a key head stand where query positions would, so no key is copied for them.
+    q = q.unflatten(1, (k.size(1), -1))  # (B, J, H/J, D)
+    keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible).flatten(1, 2)  # (B, H, D)
 
 
 def rotate(x, rotations):
-    """x: (B, T, H, D), its neighbouring pairs read as complex numbers; rotations: (B or 1, T, D/2). float32 inside."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotations[:, :, None]).flatten(-2)
+    """x: (N, H, D), its neighbouring pairs read as complex numbers; rotations: (N, D/2). float32 inside."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(-2)
 
 
 class Block(nn.Module):
@@ -132,8 +148,8 @@ class Block(nn.Module):
         self.moe_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.moe = MoE(config.width, config.experts, config.experts_per_token, config.expert_width)
 
-    def forward(self, x, rotations, routes=None, **cached):
-        x = x + self.attention(self.attention_norm(x), rotations, **cached)
+    def forward(self, x, rotations, attend, routes=None):
+        x = x + self.attention(self.attention_norm(x), rotations, attend)
         y, routes, probs = self.moe(self.moe_norm(x), routes)
         return x + y, routes, probs
 
@@ -158,33 +174,41 @@ class Transformer(nn.Module):
         Raises ValueError when the sequence exceeds `config.context` or the routes have another shape.
         """
         x, routes, _ = self.features(tokens, routes=routes)
-        return self.head(x), routes
+        return self.head(x).unflatten(0, tokens.shape), routes.unflatten(1, tokens.shape)
 
-    def features(self, tokens, *, routes=None, cache=None, positions=None):
-        """The last hidden state (B, T, C), the routes taken (L, B, T, K) and the router's probabilities (L, B, T, E).
+    def features(self, tokens, *, routes=None, read=None, cache=None, positions=None):
+        """The last hidden states (N, C), the routes taken (L, N, K) and the router's probabilities (L, N, E).
 
-        cache: a `KVCache` to fill from slot 0, or, with positions (B,), to decode one token per row: tokens is then
-        (B, 1), and its row b goes to slot positions[b] and attends to all slots up to it.
+        N counts the B*T tokens in reading order; or those at `read`, indices into them, when all others are padding:
+        only attention then still computes on padding. Instead of whole rows, with positions (B,), one new token per
+        row, tokens (B, 1): row b goes to slot positions[b] of the cache and sees all slots up to it.
+        cache: a `KVCache` to add to. routes: as in `forward`. Raises ValueError as `forward` does.
         """
         config, (b, t), device = self.config, tokens.shape, tokens.device
-        if routes is not None and tuple(routes.shape) != (config.layers, b, t, config.experts_per_token):
-            raise ValueError(f"routes {tuple(routes.shape)} must be (L, B, T, K), for tokens {(b, t)}")
+        if routes is not None:
+            if tuple(routes.shape) != (config.layers, b, t, config.experts_per_token):
+                raise ValueError(f"routes {tuple(routes.shape)} must be (L, B, T, K), for tokens {(b, t)}")
+            routes = routes.flatten(1, 2)  # (L, B*T, K)
+            routes = routes if read is None else routes.index_select(1, read)
         if cache is not None:
             cache.used += t
-        if (cache.used if cache is not None else t) > config.context:
+        if (t if cache is None else cache.used) > config.context:
             raise ValueError(f"a sequence of {t} tokens exceeds the model's context of {config.context}")
-        step = None
+        flat = tokens.flatten()
         if positions is None:
-            rotations = rotary(torch.arange(t, device=device), config)[None]  # (1, T, D/2)
+            at = torch.arange(t, device=device).repeat(b)
+            flat, at = (flat, at) if read is None else (flat.index_select(0, read), at.index_select(0, read))
+            attend = partial(attend_rows, rows=(b, t), read=read, cache=cache)
         else:
-            rotations = rotary(positions, config)[:, None]  # (B, 1, D/2)
-            visible = torch.arange(cache.used, device=device) <= positions[:, None]  # (B, S)
-            step = (torch.arange(b, device=device), positions, visible[:, None, None])
-        x = self.embed(tokens)  # (B, T, C)
+            at, slots = positions, torch.arange(cache.used, device=device)
+            visible = (slots <= positions[:, None])[:, None, None]  # (B, 1, 1, S)
+            attend = partial(attend_cache, positions=positions, visible=visible, cache=cache)
+        rotations = rotary(at, config)  # (N, D/2)
+        x = self.embed(flat)  # (N, C)
         all_routes, all_probs = [], []
         for layer, block in enumerate(self.blocks):
             replay = None if routes is None else routes[layer]
-            x, taken, probs = block(x, rotations, replay, cache=cache, layer=layer, step=step)
+            x, taken, probs = block(x, rotations, partial(attend, layer=layer), replay)
             all_routes.append(taken)
             all_probs.append(probs)
         return self.norm(x), torch.stack(all_routes), torch.stack(all_probs)
@@ -204,15 +228,27 @@ class Transformer(nn.Module):
         return total, total - unused - self.embed.weight.numel()
 
 
-def score(model, tokens, *, temperature=1.0, routes=None):
-    """(logprobs (B, T), probs (L, B, T-1, E)): `token_logprobs`, and the router's probabilities on the way."""
-    if routes is not None:
-        routes = routes[:, :, :-1]
-    x, _, probs = model.features(tokens[:, :-1], routes=routes)  # what follows the last token is of no interest
-    logits = model.head(x).float() / temperature  # (B, T-1, V)
-    targets = tokens[:, 1:]
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    return F.pad(logprobs, (1, 0)), probs
+def score(model, tokens, spans, *, temperature=1.0, routes=None):
+    """`token_logprobs` of the responses alone, for training: nothing is computed for padding, nor predicted in prompts.
+
+    spans: for each row (start, end), the response being tokens[start:end], 0 < start; what follows it is padding.
+    Returns (logprobs (B, T), 0 outside the responses; probs (L, N, E), the router's, of the N tokens that were read;
+    read (N,), where those are among the B*(T-1) inputs: each row's last token is only predicted).
+    """
+    starts, ends = np.array(spans).T[:, :, None]  # (B, 1) each
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+    place = np.arange(inputs.size(1))
+    is_read = (place < ends - 1).flatten()
+    is_scored = ((place >= starts - 1) & (place < ends - 1)).flatten()
+    # index lists made on the host: the device need not be asked how many there are
+    read, scored, scored_of_read = (
+        torch.tensor(np.flatnonzero(x).tolist(), device=tokens.device) for x in (is_read, is_scored, is_scored[is_read])
+    )
+    x, _, probs = model.features(inputs, routes=None if routes is None else routes[:, :, :-1], read=read)
+    logits = model.head(x.index_select(0, scored_of_read)).float() / temperature  # (M, V), M tokens of responses
+    logprobs = -F.cross_entropy(logits, targets.index_select(0, scored), reduction="none")
+    logprobs = logprobs.new_zeros(inputs.numel()).index_copy(0, scored, logprobs).view_as(inputs)
+    return F.pad(logprobs, (1, 0)), probs, read
 
 
 def token_logprobs(model, tokens, *, temperature=1.0, routes=None):
@@ -220,7 +256,11 @@ def token_logprobs(model, tokens, *, temperature=1.0, routes=None):
 
     tokens: (B, T), right-padded. temperature divides the logits, as in sampling. routes: (L, B, T, K) to replay.
     """
-    return score(model, tokens, temperature=temperature, routes=routes)[0]
+    if routes is not None:
+        routes = routes[:, :, :-1]
+    logits = model(tokens[:, :-1], routes=routes)[0].float() / temperature  # (B, T-1, V)
+    logprobs = -F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return F.pad(logprobs.unflatten(0, (len(tokens), -1)), (1, 0))
 
 
 def checkpoint(model, **about):

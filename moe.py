@@ -89,19 +89,16 @@ def can_group(*weights):
     )
 
 
-def expert_load(routes, experts, mask):
-    """(E,): the share of all choices that fell on each expert, over unmasked tokens. routes: (..., K); mask: (...)."""
-    chosen = F.one_hot(routes.long(), experts).sum(-2) * mask[..., None]  # (..., E)
-    load = chosen.flatten(0, -2).sum(0).float()
+def expert_load(routes, experts):
+    """(E,): the share of all choices that fell on each expert. routes: (N, K)."""
+    load = F.one_hot(routes.long(), experts).sum((0, 1)).float()
     return load / load.sum().clamp(min=1)
 
 
-def load_balance_loss(probs, routes, mask):
+def load_balance_loss(probs, routes):
     """Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961) for top-k: E * sum_e load_e * mean prob_e.
 
-    probs: (..., E); routes: (..., K); mask: (...), 0 on padding, which must not count. 1 when all is even, at most E.
+    probs: (N, E); routes: (N, K); of N tokens without padding, which must not count. 1 when all is even, at most E/K.
     It belongs into the warm start. In RL it is off: the reward does not ask for it.
     """
-    mask = mask.bool()
-    mean_prob = torch.where(mask[..., None], probs, 0).flatten(0, -2).sum(0) / mask.sum().clamp(min=1)
-    return probs.size(-1) * (expert_load(routes, probs.size(-1), mask) * mean_prob).sum()
+    return probs.size(1) * (expert_load(routes, probs.size(1)) * probs.mean(0)).sum()

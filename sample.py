@@ -64,14 +64,15 @@ class Rollout:
     routes: torch.Tensor  # (L, B, T, K) uint8: the experts each token went through; arbitrary where none did
     lengths: torch.Tensor  # (B,) int64: tokens in the response
 
-    def ends(self):
-        """Tokens in each row, its prompt included: a list of B."""
+    def spans(self):
+        """For each row (start, end): its response is tokens[start:end], end token included."""
         place = torch.arange(1, self.mask.size(1) + 1, device=self.mask.device)
-        return (self.mask * place).amax(1).tolist()
+        ends = (self.mask * place).amax(1)
+        return list(zip((ends - self.lengths).tolist(), ends.tolist()))
 
     def texts(self):
         """The responses as text, a list of B."""
-        return [decode_response(row[keep].tolist()) for row, keep in zip(self.tokens.cpu(), self.mask.cpu())]
+        return [decode_response(row[start:end]) for row, (start, end) in zip(self.tokens.tolist(), self.spans())]
 
 
 @torch.no_grad()
@@ -103,6 +104,7 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     padded = torch.tensor(padded, device=device).clamp(max=config.vocab_size - 1)  # the clamp: PAD in a tiny vocabulary
     prompt_cache = model.new_cache(len(prompts), max(lengths))
     x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
+    x, prompt_routes = x.unflatten(0, padded.shape), prompt_routes.unflatten(1, padded.shape)
     cache = model.new_cache(rows, slots)
     cache.copy_prompts(prompt_cache, group)
 
@@ -138,8 +140,7 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
             row, position, token = row[:left], position[:left], token[:left]
             cache.shrink(left, source, target)
         x, taken, _ = model.features(token[:, None], cache=cache, positions=position)
-        x = x[:, 0]
-        routes[:, row, position] = taken[:, :, 0].to(torch.uint8)
+        routes[:, row, position] = taken.to(torch.uint8)
         position = position + 1
 
     response = mask.sum(1)

@@ -516,17 +516,12 @@ def imitate(learner, settings, step, device):
     for chunk in by_length(lengths, settings.micro_tokens)[rank() :: processes()]:
         longest = max(lengths[row] for row in chunk)
         tokens = torch.tensor([rows[row] + [PAD] * (longest - lengths[row]) for row in chunk], device=device)
-        place = torch.arange(longest, device=device)
-        start = torch.tensor([prompt_lengths[row] for row in chunk], device=device)[:, None]
-        end = torch.tensor([lengths[row] for row in chunk], device=device)[:, None]
         with precision(settings, device):
-            logprobs, probs = score(learner.model, tokens)  # (B, T), (L, B, T-1, E)
-        response = (place >= start) & (place < end)  # (B, T)
-        nll = -torch.where(response, logprobs, 0).sum() / response_tokens
-        read = (place < end)[:, 1:]
-        balance = sum(load_balance_loss(p, p.topk(settings.experts_per_token).indices, read) for p in probs)
+            logprobs, probs, _ = score(learner.model, tokens, [(prompt_lengths[row], lengths[row]) for row in chunk])
+        nll = -logprobs.sum() / response_tokens
+        balance = torch.stack([load_balance_loss(p, p.topk(settings.experts_per_token).indices) for p in probs]).mean()
         share = sum(lengths[row] for row in chunk) / sum(lengths)
-        (nll + settings.aux_coef * share * balance / settings.layers).backward()
+        (nll + settings.aux_coef * share * balance).backward()
         loss += nll.detach()
     decay = 1 - 0.9 * step / settings.warm_steps
     lr = settings.warm_lr * min(1.0, (step + 1) / min(100, settings.warm_steps)) * decay
@@ -608,26 +603,34 @@ def minibatches(settings, step):
 
 
 def chunks(rollout, rows, settings):
-    """Index pairs [rows, :longest] that together cover these rows of a rollout, similar lengths together."""
-    ends = rollout.ends()
-    for chunk in by_length([ends[row] for row in rows], settings.micro_tokens):
+    """Split rows of a rollout by length; yields (rows, :longest), to index its (B, T) tensors with, and their spans."""
+    spans = rollout.spans()
+    for chunk in by_length([spans[row][1] for row in rows], settings.micro_tokens):
         chosen = [rows[i] for i in chunk]
-        yield torch.tensor(chosen, device=rollout.tokens.device), slice(0, max(ends[row] for row in chosen))
+        part = torch.tensor(chosen, device=rollout.tokens.device), slice(0, max(spans[row][1] for row in chosen))
+        yield part, [spans[row] for row in chosen]
 
 
-def rescore(learner, rollout, part, settings):
-    """The trainer's log-probs of a part of a rollout (b, t), and the router's probabilities (L, b, t-1, E)."""
-    routes = rollout.routes[:, part[0], part[1]] if learner.replay else None
+def rescore(learner, rollout, part, spans, settings):
+    """The trainer's log-probs of a part of a rollout (b, t), and (changed, all) counts of expert choices."""
+    routes = rollout.routes[:, part[0], part[1]]  # (L, b, t, K)
     with precision(settings, rollout.tokens.device):
-        return score(learner.model, rollout.tokens[part], temperature=settings.temperature, routes=routes)
+        logprobs, probs, read = score(
+            learner.model,
+            rollout.tokens[part],
+            spans,
+            temperature=settings.temperature,
+            routes=routes if learner.replay else None,
+        )
+    return logprobs, routing_change(probs.detach(), routes[:, :, :-1].flatten(1, 2).index_select(1, read))
 
 
 @torch.no_grad()
 def recompute(learner, rollout, settings):
     """Old log-probs the conventional way: one more forward pass, before the first update. (B, T)"""
     old = torch.zeros_like(rollout.logprobs)
-    for part in chunks(rollout, range(len(old)), settings):
-        old[part] = rescore(learner, rollout, part, settings)[0]
+    for part, spans in chunks(rollout, range(len(old)), settings):
+        old[part] = rescore(learner, rollout, part, spans, settings)[0]
     return old
 
 
@@ -640,26 +643,26 @@ def update(learner, rollout, old, advantages, rows, settings, step):
     ours = [row - first for row in rows if 0 <= row - first < len(old)]
     new, loss = torch.zeros_like(old), torch.zeros((), device=old.device)
     changed = torch.zeros(2, device=old.device)
-    for part in chunks(rollout, ours, settings):
-        logprobs, probs = rescore(learner, rollout, part, settings)
+    for part, spans in chunks(rollout, ours, settings):
+        logprobs, changed_here = rescore(learner, rollout, part, spans, settings)
         mask = rollout.mask[part]
         part_loss, _ = learner.loss(logprobs, old[part], advantages[part[0]], mask, num_sequences=len(rows))
         part_loss.backward()
         loss += part_loss.detach()
         new[part] = logprobs.detach()
-        changed += routing_change(probs.detach(), rollout.routes[:, part[0], part[1]][:, :, :-1], mask[:, 1:])
+        changed += changed_here
     lr = settings.lr * min(1.0, (step + 1) / 5)
     return new, optimizer_step(learner, lr, total(loss)), changed
 
 
-def routing_change(probs, routes, mask):
-    """(expert choices that the router would make now and the sampler had not made, all choices), on masked tokens.
+def routing_change(probs, routes):
+    """(expert choices the router would make now and the sampler had not made, all choices), over N tokens.
 
-    probs: (L, B, T, E); routes: (L, B, T, K), the sampler's; mask: (B, T). Under replay it is the choice not taken.
+    probs: (L, N, E), the router's now; routes: (L, N, K), the sampler's. Under replay the changes are not acted on.
     """
-    now = probs.topk(routes.size(-1)).indices  # (L, B, T, K)
-    changed = (now[..., :, None] != routes[..., None, :]).all(-1).sum(-1) * mask  # (L, B, T)
-    return torch.stack([changed.sum(), mask.sum() * routes.size(0) * routes.size(-1)])
+    now = probs.topk(routes.size(-1)).indices  # (L, N, K)
+    changed = (now[..., :, None] != routes[..., None, :]).all(-1)
+    return torch.stack([changed.sum(), torch.tensor(changed.numel(), device=changed.device)])
 
 
 def measure(learner, rollout, rewards, old, advantages, updates, settings, step, seconds):
@@ -670,7 +673,7 @@ def measure(learner, rollout, rewards, old, advantages, updates, settings, step,
     advantages, lengths = gather_rows(advantages), gather_rows(rollout.lengths)
     thinks = gather_rows(((rollout.tokens == THINK) & rollout.mask).any(1).float())
     ended = gather_rows(((rollout.tokens == EOS) & rollout.mask).any(1).float())
-    load = total(torch.stack([expert_load(routes, settings.experts, rollout.mask) for routes in rollout.routes]))
+    load = total(torch.stack([expert_load(routes[rollout.mask], settings.experts) for routes in rollout.routes]))
     changed = total(sum(changed for _, _, changed in updates))
 
     shown = []  # the losses' own metrics, of each whole minibatch, whatever chunks and processes it was spread over
