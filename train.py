@@ -89,7 +89,7 @@ class Settings:
     experts_per_token: int = setting(2, "experts that each token goes through, K")
     expert_width: int = setting(96, "hidden width of one expert")
 
-    warm_steps: int = setting(2000, "steps of imitation before RL")
+    warm_steps: int = setting(1000, "steps of imitation before RL")
     warm_batch: int = setting(64, "worked solutions per step of imitation")
     warm_lr: float = setting(3e-3, "peak learning rate of imitation")
     warm_think: float = setting(0.4, "share of worked solutions that reason before they answer")
@@ -114,7 +114,7 @@ class Settings:
         "float32", "bfloat16 makes the sampler an imprecise engine on purpose", choices=("float32", "bfloat16")
     )
     save_every: int = setting(10, "RL steps between saved states (warm start: 20 times as many)")
-    micro_tokens: int = setting(2048, "padded tokens that go through the model at once in training")
+    micro_tokens: int = setting(8192, "padded tokens that go through the model at once in training")
 
     def __post_init__(self):
         counts = "eval_problems warm_steps warm_batch rl_steps prompts minibatches epochs max_new_tokens save_every"

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Inputs that several test files share: one hand-computed batch, random batches, closed-form gradients."""
 
+import contextlib
+
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 X = 0.0  # padding
 HAND = {
@@ -42,3 +46,22 @@ def value_and_grad(loss, batch, **options):
     value, metrics = loss(logprobs, **batch, **options)
     value.backward()
     return value.detach(), logprobs.grad, metrics
+
+
+@contextlib.contextmanager
+def fake_gpu():
+    """A device that only claims to be there: shapes and devices are checked, nothing is computed.
+
+    Any operator that meets tensors of two devices raises, as it would on a GPU. A CPU build of torch cannot run autograd
+    on tensors that claim to be on "cuda", so the claim is one that torch lets a program make up. Yields the device.
+    """
+    backend = pytest.importorskip("torch.utils.backend_registration")
+    if not hasattr(backend, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot make up a device")
+    if not hasattr(torch, "fakegpu"):
+        backend._setup_privateuseone_for_python_backend("fakegpu")
+        torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTensorMode, "avoid_device_init", True)  # torch.tensor(list, device=...) too only claims
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield torch.device("fakegpu", 0)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe
+from moe import MoE, can_group, expert_load, grouped_experts, load_balance_loss, looped_experts
+
+
+def make(width=16, experts=8, k=2, expert_width=12, seed=0):
+    torch.manual_seed(seed)
+    return MoE(width, experts, k, expert_width)
+
+
+def textbook(layer, x):
+    """One token at a time, from the formula: softmax, top k, renormalise, sum of gated SwiGLU experts."""
+    out = []
+    for token in x:
+        probs = (layer.router @ token).softmax(0)
+        top = probs.topk(layer.experts_per_token)
+        y = 0
+        for p, e in zip(top.values / top.values.sum(), top.indices):
+            gate, up = (token @ layer.w_in[e]).chunk(2)
+            y = y + p * ((F.silu(gate) * up) @ layer.w_out[e])
+        out.append(y)
+    return torch.stack(out)
+
+
+def test_equals_the_formula_token_by_token():
+    layer, x = make(), torch.randn(20, 16)
+    torch.testing.assert_close(layer(x)[0], textbook(layer, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm: only the loop is used")
+@pytest.mark.parametrize("experts, k", [(8, 2), (64, 2), (4, 4), (5, 1)])
+def test_fast_path_equals_the_loop_in_value_and_gradient(experts, k):
+    results = []
+    for run in (grouped_experts, looped_experts):
+        torch.manual_seed(1)
+        x = torch.randn(50, 16, requires_grad=True)
+        w_in = torch.randn(experts, 16, 24, requires_grad=True)
+        w_out = torch.randn(experts, 12, 16, requires_grad=True)
+        gates = torch.rand(50, k, requires_grad=True)
+        routes = torch.rand(50, experts).topk(k).indices  # some experts get no token
+        assert can_group(w_in, w_out)
+        y = run(x, routes, gates, w_in, w_out)
+        y.backward(torch.randn(50, 16, generator=torch.Generator().manual_seed(2)))
+        results.append((y, x.grad, w_in.grad, w_out.grad, gates.grad))
+    for fast, slow in zip(*results):
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-4)
+
+
+def test_odd_sizes_and_float64_take_the_loop():
+    assert not can_group(torch.zeros(2, 6, 5)) and not can_group(torch.zeros(2, 8, 8, dtype=torch.float64))
+    layer, x = make(width=6, expert_width=5), torch.randn(9, 6)
+    torch.testing.assert_close(layer(x)[0], textbook(layer, x), rtol=1e-5, atol=1e-6)
+    assert layer.double()(x.double())[0].dtype == torch.float64
+
+
+def test_without_grouped_mm_the_loop_serves(monkeypatch):
+    layer, x = make(), torch.randn(9, 16)
+    fast = layer(x)[0]
+    monkeypatch.setattr(moe, "can_group", lambda *weights: False)
+    torch.testing.assert_close(layer(x)[0], fast, rtol=1e-5, atol=1e-5)
+
+
+def test_replaying_the_routes_taken_is_a_no_op_bit_for_bit():
+    layer, x = make(), torch.randn(3, 5, 16, requires_grad=True)
+    y, routes, _ = layer(x)
+    grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    again, same, _ = layer(x, routes.to(torch.uint8))
+    grads_again = torch.autograd.grad(again.square().sum(), [x, *layer.parameters()])
+    assert torch.equal(y, again) and torch.equal(routes, same)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again))
+
+
+def test_replaying_foreign_routes_uses_them_and_trains_the_router():
+    layer, x = make(), torch.randn(6, 16)
+    foreign = (layer(x)[1] + 1) % 8
+    y, routes, probs = layer(x, foreign)
+    assert torch.equal(routes, foreign)
+    gates = probs.gather(-1, foreign)
+    expected = looped_experts(x, foreign, gates / gates.sum(-1, keepdim=True), layer.w_in, layer.w_out)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    y.square().sum().backward()
+    assert layer.router.grad.abs().sum() > 0
+
+
+def test_gates_sum_to_one():
+    """With identical experts the output cannot depend on the choice, nor on the gates, if these sum to 1."""
+    layer, x = make(), torch.randn(10, 16)
+    with torch.no_grad():
+        layer.w_in.copy_(layer.w_in[:1].expand_as(layer.w_in))
+        layer.w_out.copy_(layer.w_out[:1].expand_as(layer.w_out))
+    gate, up = (x @ layer.w_in[0]).chunk(2, -1)
+    torch.testing.assert_close(layer(x)[0], (F.silu(gate) * up) @ layer.w_out[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_does_not_depend_on_its_neighbours():
+    layer, x = make(), torch.randn(40, 16)
+    alone = torch.cat([layer(token[None])[0] for token in x])
+    torch.testing.assert_close(layer(x)[0], alone, rtol=1e-5, atol=1e-6)
+    crowd = torch.cat([x[:1].expand(100, 16), x])  # many tokens on one expert: nothing is dropped
+    torch.testing.assert_close(layer(crowd)[0][100:], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_router_stays_in_float32():
+    layer, x = make(), torch.randn(200, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, routes, probs = layer(x)
+    assert y.dtype == torch.bfloat16 and probs.dtype == torch.float32 and torch.equal(routes, layer(x)[1])
+    y, _, probs = layer.bfloat16()(x.bfloat16())
+    assert y.dtype == torch.bfloat16 and probs.dtype == torch.float32
+
+
+def test_expert_load_and_balance_loss_by_hand():
+    routes = torch.tensor([[0, 1], [0, 2], [0, 1]])
+    assert expert_load(routes, 4).tolist() == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0])
+    probs = torch.tensor([[0.6, 0.3, 0.1, 0.0], [0.5, 0.1, 0.4, 0.0], [0.7, 0.2, 0.1, 0.0]])
+    mean = [1.8 / 3, 0.6 / 3, 0.6 / 3, 0]
+    expected = 4 * (3 / 6 * mean[0] + 2 / 6 * mean[1] + 1 / 6 * mean[2])
+    assert load_balance_loss(probs, routes).item() == pytest.approx(expected)
+    even = torch.tensor([[0, 1], [2, 3]])
+    assert load_balance_loss(torch.full((2, 4), 0.25), even).item() == pytest.approx(1)
+    assert expert_load(routes[:0], 4).tolist() == [0, 0, 0, 0]
+
+
+def test_balance_loss_pushes_towards_balance():
+    probs = torch.tensor([[0.7, 0.3], [0.6, 0.4]], requires_grad=True)
+    load_balance_loss(probs, torch.tensor([[0], [0]])).backward()
+    assert (probs.grad[:, 0] > 0).all() and (probs.grad[:, 1] == 0).all()
