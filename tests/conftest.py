@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: MIT
+"""Makes up a device, "fakegpu", for `cases.fake_gpu`: before any test, since autograd counts the devices only once."""
+
+import torch
+from torch.utils import backend_registration
+
+if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    backend_registration._setup_privateuseone_for_python_backend("fakegpu")
+    torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16]
