@@ -70,8 +70,8 @@ class Settings:
     """Every flag, its default and its meaning: `--help` is made of this."""
 
     preset: str = setting("tiny", "sizes to start from; flags given beside it win", choices=("tiny", "laptop-gpu"))
-    task: str = setting("chain-sum", "which problems", choices=tuple(TASKS))
-    learners: tuple = setting(("gspo", "grpo"), "who races", choices=LEARNERS)
+    task: str = setting("chain-sum", "which problems to solve", choices=tuple(TASKS))
+    learners: tuple = setting(("gspo", "grpo"), "who races, in lockstep from one warm start", choices=LEARNERS)
     seed: int = setting(0, "decides everything that is random")
     out: str = setting("", "folder for the results (default: out/PRESET-TASK-seedN)")
     device: str = setting("auto", "auto takes cuda, then mps, then cpu", choices=("auto", "cpu", "cuda", "mps"))
@@ -89,7 +89,7 @@ class Settings:
     experts_per_token: int = setting(2, "experts that each token goes through, K")
     expert_width: int = setting(96, "hidden width of one expert")
 
-    warm_steps: int = setting(1000, "steps of imitation before RL")
+    warm_steps: int = setting(1200, "steps of imitation before RL")
     warm_batch: int = setting(64, "worked solutions per step of imitation")
     warm_lr: float = setting(3e-3, "peak learning rate of imitation")
     warm_think: float = setting(0.4, "share of worked solutions that reason before they answer")
@@ -100,10 +100,10 @@ class Settings:
     group: int = setting(16, "responses per problem, G")
     minibatches: int = setting(4, "optimizer steps per pass over a step's responses")
     epochs: int = setting(1, "passes over a step's responses")
-    lr: float = setting(5e-5, "learning rate of RL, after a linear warm-up of 5 steps")
+    lr: float = setting(1e-4, "learning rate of RL, after a linear warm-up of 5 steps")
     temperature: float = setting(1.0, "of sampling, and of the log-probs that are trained")
     max_new_tokens: int = setting(64, "longest response; longer ones are cut and score what they score")
-    gspo_clip: tuple = setting((3e-4, 4e-4), "GSPO's window [1 - LOW, 1 + HIGH]", metavar=("LOW", "HIGH"))
+    gspo_clip: tuple = setting((3e-3, 4e-3), "GSPO's window [1 - LOW, 1 + HIGH]", metavar=("LOW", "HIGH"))
     grpo_clip: tuple = setting((0.2, 0.27), "GRPO's window [1 - LOW, 1 + HIGH]", metavar=("LOW", "HIGH"))
     old_logprobs: str = setting(
         "sampler",
@@ -234,10 +234,16 @@ def read_settings(path):
         raise ValueError(f"{path} does not hold the settings of a run of this version ({error})") from error
 
 
+class End(Exception):
+    """Ends the program with one line and an exit code, once progress bars are closed."""
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
 def fail(message, code=1):
-    """End the program with one line. In a run of several processes each failing one says so; torchrun ends the rest."""
-    print(f"train.py: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    raise End(f"train.py: {message}", code)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,9 +370,7 @@ class Stop:
 
 
 def stop_run(stop, folder, where):
-    if rank() == 0:
-        print(f"\nstopped {where}; everything is saved. Go on with: python train.py --resume {folder}", flush=True)
-    sys.exit(128 + stop.signal)
+    raise End(f"stopped {where}; all is saved. Go on with: python train.py --resume {folder}", 128 + stop.signal)
 
 
 def save_state(folder, phase, step, learners, before=()):
@@ -544,21 +548,17 @@ def warm_start(settings, device, folder, stop, state):
         first = state["step"]
     say(f"warm start: imitating {settings.warm_steps * settings.warm_batch} worked solutions")
     save_state(folder, "warm", first, [learner])
-    steps = progress(range(first, settings.warm_steps), "warm start", first, settings.warm_steps)
     began, seen = time.perf_counter(), 0
-    for step in steps:
+    for step in (bar := progress("warm start", first, settings.warm_steps)):
         loss, tokens = imitate(learner, settings, step, device)
         seen += tokens
         if step % 20 == 0:
-            steps.set_postfix_str(
-                f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s", refresh=False
-            )
+            bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
         stopping = stop.agreed(device)
         if stopping or (step + 1) % (20 * settings.save_every) == 0:
             check_finite(**dict(learner.model.named_parameters()))
             save_state(folder, "warm", step + 1, [learner])
         if stopping:
-            steps.close()
             stop_run(stop, folder, f"after step {step + 1} of the warm start")
     if rank() == 0:
         save(path, checkpoint(learner.model, task=settings.task, special_tokens=list(SPECIAL_TOKENS)))
@@ -673,7 +673,8 @@ def measure(learner, rollout, rewards, old, advantages, updates, settings, step,
     advantages, lengths = gather_rows(advantages), gather_rows(rollout.lengths)
     thinks = gather_rows(((rollout.tokens == THINK) & rollout.mask).any(1).float())
     ended = gather_rows(((rollout.tokens == EOS) & rollout.mask).any(1).float())
-    load = total(torch.stack([expert_load(routes[rollout.mask], settings.experts) for routes in rollout.routes]))
+    load = torch.stack([expert_load(routes[rollout.mask], settings.experts) for routes in rollout.routes])
+    load = total(load * rollout.mask.sum()) / mask.sum()  # (L, E)
     changed = total(sum(changed for _, _, changed in updates))
 
     shown = []  # the losses' own metrics, of each whole minibatch, whatever chunks and processes it was spread over
@@ -696,7 +697,7 @@ def measure(learner, rollout, rewards, old, advantages, updates, settings, step,
         **{name: float(metrics[name].mean()) for name in ("log_ratio_std", "seq_log_ratio_std", "approx_kl")},
         "grad_norm": float(sum(norm for _, norm, _ in updates)) / len(updates),
         "expert_change": float(changed[0] / changed[1]),
-        "load_imbalance": float(load.amax(1).mean()) * settings.experts / processes(),
+        "load_imbalance": float(load.amax(1).mean()) * settings.experts,
         "zero_std_groups": float((groups.amax(1) == groups.amin(1)).float().mean()),
         "tokens_per_s": float(lengths.sum()) / seconds,
         "seconds": seconds,
@@ -705,8 +706,7 @@ def measure(learner, rollout, rewards, old, advantages, updates, settings, step,
 
 def reinforce(learners, settings, device, folder, stop, first, before):
     """The race, in lockstep: at each step every learner meets the same problems and the same sampling noise."""
-    bar = progress(range(first, settings.rl_steps), "RL", first, settings.rl_steps)
-    for step in bar:
+    for step in progress("RL", first, settings.rl_steps):
         problems = training_problems(settings, step)
         for learner in learners:
             began = time.perf_counter()
@@ -733,7 +733,6 @@ def reinforce(learners, settings, device, folder, stop, first, before):
         if stopping or (step + 1) % settings.save_every == 0 or step + 1 == settings.rl_steps:
             save_state(folder, "rl", step + 1, learners, before)
         if stopping:
-            bar.close()
             stop_run(stop, folder, f"after RL step {step + 1}")
 
 
@@ -821,9 +820,10 @@ def say(text=""):
         tqdm.write(text)
 
 
-def progress(steps, name, first, last):
+def progress(name, first, last):
+    """The steps from `first` to `last`, with a bar."""
     slow = 0.3 if sys.stderr.isatty() else 15  # seconds; a log file gets a line now and then, not a flicker
-    return tqdm(steps, name, initial=first, total=last, mininterval=slow, dynamic_ncols=True, disable=rank() != 0)
+    return tqdm(range(first, last), name, initial=first, total=last, mininterval=slow, disable=rank() != 0)
 
 
 def report(learners, step, folder):
@@ -890,7 +890,8 @@ def sparkline(values, width=50):
 def summary(learners, before, after):
     """The table at the end."""
     terms = [row["terms"] for row in before]
-    say(f"\nheld-out accuracy    {max(3, terms[0])} to {terms[-1]} numbers      sampled, by how many numbers")
+    numbers = f"{min(3, terms[-1])} to {terms[-1]} numbers" if terms[-1] > 3 else f"{terms[-1]} numbers"
+    say(f"\nheld-out accuracy    {numbers:<20}sampled, by how many numbers")
     say(f"{'':20}sampled  greedy    " + "".join(f"{t:7d}" for t in terms))
     for label, rows in [("before", before), *((learner.name, after[learner.name]) for learner in learners)]:
         cells = "".join(f"{row['sampled']:7.3f}" for row in rows)
@@ -993,15 +994,19 @@ def run(settings, resuming):
 def main():
     for stream in (sys.stdout, sys.stderr):  # a console that lacks a character shows ? instead of failing
         stream.reconfigure(errors="replace")
-    settings, resuming = parse_settings(sys.argv[1:])
     try:
-        run(settings, resuming)
-    except ValueError as error:
-        fail(str(error), code=2)
-    except OSError as error:
-        fail(
-            f"cannot use {error.filename or settings.folder}: {error.strerror or error}; what was saved before is whole"
-        )
+        settings, resuming = parse_settings(sys.argv[1:])
+        try:
+            run(settings, resuming)
+        except ValueError as error:
+            fail(str(error), code=2)
+        except OSError as error:
+            where, why = error.filename or settings.folder, error.strerror or error
+            fail(f"cannot use {where}: {why}. What was saved before is whole")
+    except End as end:
+        if rank() == 0 or end.code < 128:  # each failing process says so; a stop is told once
+            print(end, file=sys.stderr, flush=True)
+        sys.exit(end.code)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,0 +1,588 @@
+# SPDX-License-Identifier: MIT
+"""The wiring: a run from end to end, resuming after a crash anywhere, two processes, and every way to ask for nonsense."""
+
+import csv
+import dataclasses
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import fake_gpu
+
+import train
+from model import ModelConfig, Transformer, load_model
+from sample import Rollout
+
+ROOT = Path(train.__file__).parent
+TINY = (
+    "--width 16 --layers 2 --heads 2 --kv-heads 1 --experts 4 --expert-width 16 --max-terms 2 --largest 3 --warm-steps 60 "
+    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 4 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
+    "--max-new-tokens 12 --save-every 2 --lr 1e-3"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(monkeypatch, *argv):
+    """train.py in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+    try:
+        train.main()
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
+def settings(*argv):
+    return train.parse_settings([*TINY, *argv])[0]
+
+
+def results(folder, timings=("seconds", "tokens_per_s")):
+    """All that a finished run leaves, but for the times."""
+    folder, found = Path(folder), {}
+    for path in sorted(folder.glob("*.csv")):
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        found[path.name] = [{k: v for k, v in row.items() if k not in timings} for row in rows]
+    for path in sorted(folder.glob("*.pt")):
+        if path.name != "state.pt" and not path.name.startswith("warm"):
+            found[path.name] = {k: v.numpy().tobytes() for k, v in load_model(path)[0].state_dict().items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One finished tiny run, to compare with."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run(monkeypatch, *TINY, "--out", folder) == 0
+    return folder
+
+
+# A run
+
+
+def test_what_a_run_leaves(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert {"gspo.csv", "grpo.csv", "gspo.pt", "grpo.pt", "eval.csv", "settings.json", "state.pt"} <= names
+    left = results(finished)
+    for name in ("gspo", "grpo"):
+        rows = left[f"{name}.csv"]
+        assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+        wanted = (
+            "reward accuracy length think_frac entropy clip_frac ratio_mean log_ratio_std seq_log_ratio_std approx_kl "
+        )
+        wanted += "grad_norm expert_change zero_std_groups load_imbalance"
+        assert set(wanted.split()) < set(rows[0])
+        model, about = load_model(finished / f"{name}.pt")
+        assert about["task"] == "chain-sum" and about["learner"] == name and model.config.width == 16
+    rows = left["eval.csv"]
+    assert [*rows[0]] == ["learner", "stage", "terms", "sampled", "greedy", "problems"]
+    assert {(r["learner"], r["stage"]) for r in rows} == {(a, b) for a in ("gspo", "grpo") for b in ("before", "after")}
+    assert {r["terms"] for r in rows} == {"2"}
+
+
+def test_learners_start_equal_and_share_problems_and_noise(finished):
+    left = results(finished)
+    first, other = left["gspo.csv"][0], left["grpo.csv"][0]
+    for name in ("reward", "length", "think_frac", "entropy"):
+        assert first[name] == other[name]
+    assert left["gspo.pt"] != left["grpo.pt"]
+    assert any(float(row["grad_norm"]) > 0 for row in left["gspo.csv"]), (
+        "the tiny run must have something to learn from"
+    )
+
+
+def test_same_seed_same_bytes_and_other_seed_others(finished, tmp_path, monkeypatch):
+    assert run(monkeypatch, *TINY, "--out", tmp_path / "a") == 0
+    assert results(tmp_path / "a") == results(finished)
+    assert run(monkeypatch, *TINY, "--out", tmp_path / "b", "--seed", 1) == 0
+    assert results(tmp_path / "b") != results(finished)
+
+
+def test_a_second_run_takes_the_warm_start_from_the_folder(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
+    first = results(tmp_path)
+    monkeypatch.setattr(train, "imitate", None)  # must not be needed again
+    assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
+    assert "taken from" in capsys.readouterr().out and results(tmp_path) == first
+
+
+def test_one_minibatch_makes_the_objectives_equal(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, *TINY, "--minibatches", 1, "--out", tmp_path) == 0
+    left = results(tmp_path)
+    for row, other in zip(left["gspo.csv"], left["grpo.csv"]):
+        assert row["reward"] == other["reward"] and float(row["clip_frac"]) == float(other["clip_frac"]) == 0
+    assert "same gradient" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--learners gspo+replay grpo+replay",
+        "--task countdown --epochs 2",
+        "--old-logprobs recompute --temperature 0.8",
+        "--sampler-dtype bfloat16 --dtype bfloat16",
+    ],
+)
+def test_other_ways_to_run(tmp_path, monkeypatch, flags):
+    assert run(monkeypatch, *TINY, "--rl-steps", 2, "--out", tmp_path, *flags.split()) == 0
+    assert all(float(row["grad_norm"]) >= 0 for rows in [*results(tmp_path).values()][1:2] for row in rows)
+
+
+def test_reward_rises(tmp_path, monkeypatch):
+    """Sums of two digits, seconds of imitation, seconds of RL."""
+    flags = "--layers 1 --warm-steps 80 --warm-think 0 --rl-steps 30 --prompts 8 --lr 2e-3 --gspo-clip 0.03 0.04"
+    assert run(monkeypatch, *TINY, *flags.split(), "--out", tmp_path) == 0
+    for name in ("gspo", "grpo"):
+        rewards = [float(row["reward"]) for row in results(tmp_path)[f"{name}.csv"]]
+        assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+
+
+# Old log-probs, replay, accumulation
+
+
+def rollout_of(learner, s):
+    problems = train.training_problems(s, 0)
+    return train.respond(learner, problems, s, 0, torch.device("cpu"))
+
+
+def make_learner(s, name="gspo"):
+    torch.manual_seed(0)
+    return train.make_learner(name, Transformer(s.model_config), s, s.lr)
+
+
+def test_the_samplers_logprobs_are_the_trainers():
+    s = settings()
+    learner = make_learner(s)
+    rollout = rollout_of(learner, s)
+    assert (train.recompute(learner, rollout, s) - rollout.logprobs)[rollout.mask].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "gspo+replay"])
+def test_chunks_and_their_order_do_not_change_an_update(name):
+    """Length-sorted chunks of any size give the gradient of the whole minibatch at once."""
+    grads = []
+    for micro_tokens in (10**6, 60, 1):
+        s = settings("--micro-tokens", str(micro_tokens))
+        learner = make_learner(s, name)
+        rollout = rollout_of(learner, s)
+        advantages = torch.randn(32, generator=torch.Generator().manual_seed(0))
+        learner.optimizer.step = lambda *a: None
+        learner.optimizer.zero_grad = lambda *a, **k: None
+        old = rollout.logprobs - 0.1 * rollout.mask
+        new, norm, changed = train.update(learner, rollout, old, advantages, list(range(3, 15)), s, 0)
+        grads.append([norm, changed, new, *(p.grad for p in learner.model.parameters())])
+        assert (
+            len(list(train.chunks(rollout, range(32), s))) == {10**6: 1, 1: 32}.get(micro_tokens, 7)
+            or micro_tokens == 60
+        )
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_replay_trains_through_the_samplers_experts():
+    s = settings()
+    plain, replay = make_learner(s, "gspo"), make_learner(s, "gspo+replay")
+    rollout = rollout_of(plain, s)
+    foreign = dataclasses.replace(rollout, routes=(rollout.routes + 1) % 4)
+    part, spans = next(train.chunks(foreign, range(32), s))
+    a, counts = train.rescore(plain, foreign, part, spans, s)
+    b, _ = train.rescore(replay, foreign, part, spans, s)
+    assert (a - b).abs().max() > 1e-4  # other experts, other log-probs
+    assert counts[0] > 0 and counts[1] == 2 * 2 * sum(end - 1 for _, end in spans)
+    part, spans = next(train.chunks(rollout, range(32), s))
+    assert torch.equal(
+        train.rescore(plain, rollout, part, spans, s)[0], train.rescore(replay, rollout, part, spans, s)[0]
+    )
+    assert train.rescore(plain, rollout, part, spans, s)[1][0] == 0
+
+
+def test_routing_change_by_hand():
+    probs = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]]])
+    assert train.routing_change(probs, torch.tensor([[[1, 0], [3, 0]]])).tolist() == [1, 4]
+
+
+def test_minibatches_are_a_partition():
+    s = settings("--epochs", "2")
+    batches = list(train.minibatches(s, 3))
+    assert [len(b) for b in batches] == [16] * 4
+    assert sorted(batches[0] + batches[1]) == sorted(batches[2] + batches[3]) == [*range(32)]
+    assert batches[0] != batches[2] and batches == list(train.minibatches(s, 3)) != list(train.minibatches(s, 4))
+
+
+def test_no_evaluation_problem_is_trained_on():
+    s = settings("--prompts", "64", "--max-terms", "3")
+    held_out = {p.prompt for problems in train.held_out_problems(s).values() for p in problems}
+    seen = {p.prompt for step in range(20) for p in train.training_problems(s, step)}
+    for step in range(50):
+        rows, lengths = train.warm_batch(s, step)
+        seen |= {bytes(row[1:n]).decode() for row, n in zip(rows, lengths)}
+    assert len(seen) > 100 and not seen & held_out
+
+
+def test_rows_by_length():
+    lengths = [5, 1, 9, 3, 3]
+    assert train.by_length(lengths, 10) == [[1, 3, 4], [0], [2]]
+    assert train.by_length(lengths, 1) == [[1], [3], [4], [0], [2]] and train.by_length([], 5) == []
+
+
+def test_a_whole_step_stays_on_the_device(monkeypatch):
+    """Imitation, sampling, both losses, backward, clipping and the optimizer, on tensors that claim to be on a GPU."""
+    s = settings("--max-new-tokens", "4")
+    looks = iter([[], [0, 3], [1], []] * 10)
+    monkeypatch.setattr("sample.ended_rows", lambda token: next(looks))
+    monkeypatch.setattr(train, "check_finite", lambda **quantities: None)  # looks at values, of which there are none
+    monkeypatch.setattr(Rollout, "spans", lambda self: [(4, 6)] * 32)
+    with fake_gpu() as device:
+        for name in ("gspo", "grpo+replay"):
+            with device:
+                learner = train.make_learner(name, Transformer(s.model_config), s, s.lr)
+            train.imitate(dataclasses.replace(learner), s, 0, device)
+            rollout = train.respond(learner, train.training_problems(s, 0), s, 0, device)
+            with device:
+                advantages = torch.zeros(32)
+            new, norm, changed = train.update(learner, rollout, rollout.logprobs, advantages, list(range(8)), s, 0)
+            old = train.recompute(learner, rollout, s)
+            assert {x.device for x in (new, norm, changed, old, *learner.model.parameters())} == {device}
+            state = [v for p in learner.optimizer.state.values() for k, v in p.items() if k != "step"]
+            assert state and all(v.device == device for v in state)
+
+
+# Nothing lost
+
+
+class Crash(BaseException):
+    """Stands in for kill -9: nothing of ours catches it, what is on the disk stays as it is."""
+
+
+def crash_at(monkeypatch, count):
+    """Let the count-th file operation of train.py be the last: half-way through writing, or right after renaming."""
+    calls = iter(range(10**9))
+    real = os.fsync, os.replace
+
+    def fsync(number):
+        if next(calls) == count:
+            os.ftruncate(number, 100)
+            raise Crash
+        real[0](number)
+
+    def replace(a, b):
+        if next(calls) == count:
+            raise Crash
+        real[1](a, b)
+        if next(calls) == count:
+            raise Crash
+
+    monkeypatch.setattr(train.os, "fsync", fsync)
+    monkeypatch.setattr(train.os, "replace", replace)
+    return calls
+
+
+def test_how_many_file_operations_there_are(tmp_path, monkeypatch):
+    calls = crash_at(monkeypatch, -1)
+    assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
+    assert next(calls) == 3 * 13, "the crash tests below cover these"
+
+
+@pytest.mark.parametrize("count", [0, 4, 5, 7, 11, 14, 16, 20, 25, 31, 36, 38])
+def test_resumed_after_a_crash_equals_uninterrupted(finished, tmp_path, monkeypatch, count):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+        crash_at(patch, count)
+        run(patch, *TINY, "--out", tmp_path)
+    if (tmp_path / "settings.json").exists():
+        assert run(monkeypatch, "--resume", tmp_path) == 0
+    else:  # nothing had begun
+        assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
+    assert results(tmp_path) == results(finished)
+
+
+@pytest.mark.parametrize("at", [("imitate", 4), ("update", 5), ("report", 1), ("report", 3), ("evaluate", 2)])
+def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at):
+    name, count = at
+    calls, real = iter(range(10**9)), getattr(train, name)
+
+    def crash(*args):
+        if next(calls) == count:
+            raise Crash
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(train, name, crash)
+        run(patch, *TINY, "--out", tmp_path)
+    assert run(monkeypatch, "--resume", tmp_path) == 0
+    assert results(tmp_path) == results(finished)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("at", [("imitate", 3), ("update", 6), ("evaluate", 1)])
+def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, number, code, at):
+    name, count = at
+    calls, real = iter(range(10**9)), getattr(train, name)
+
+    def ask(*args):
+        if next(calls) == count:
+            signal.raise_signal(number)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, name, ask)
+        assert run(patch, *TINY, "--out", tmp_path) == code
+    assert f"--resume {tmp_path}" in capsys.readouterr().err.splitlines()[-1]
+    assert run(monkeypatch, "--resume", tmp_path) == 0
+    assert results(tmp_path) == results(finished)
+
+
+def test_an_unfinished_run_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+        crash_at(patch, 30)
+        run(patch, *TINY, "--out", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run(monkeypatch, *TINY, "--out", tmp_path) == 2
+    assert "unfinished run: go on with --resume" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_is_one_line_and_the_last_state_still_loads(finished, tmp_path, monkeypatch, capsys):
+    calls, real = iter(range(10**9)), os.fsync
+
+    def full(number):
+        if next(calls) >= 8:
+            raise OSError(28, "No space left on device")
+        real(number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.os, "fsync", full)
+        assert run(patch, *TINY, "--out", tmp_path) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "No space left on device" in error and "is whole" in error
+    assert run(monkeypatch, "--resume", tmp_path) == 0
+    assert results(tmp_path) == results(finished)
+
+
+def test_not_finite_stops_the_run_and_keeps_what_led_to_it(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, *TINY, "--out", tmp_path, "--lr", 1e38) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "step 1, gspo: " in error and "is not finite" in error and "not-finite-gspo.pt" in error
+    kept = torch.load(tmp_path / "not-finite-gspo.pt", weights_only=True)
+    assert kept["step"] == 1 and {"weights", "tokens", "old_logprobs", "advantages", "mask"} <= set(kept)
+    state = train.load_state(tmp_path)
+    assert state["step"] == 0 and all(w.isfinite().all() for w in state["learners"]["gspo"]["weights"].values())
+
+
+@pytest.mark.parametrize("quantity", ["loss", "gradient", "logprobs"])
+def test_the_first_quantity_that_is_not_finite_is_named(tmp_path, monkeypatch, capsys, quantity):
+    if quantity == "gradient":
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: torch.tensor(float("nan")))
+        s = settings()
+        with pytest.raises(train.NotFinite, match="gradient"):
+            train.optimizer_step(make_learner(s), 0.1, torch.tensor(0.0))
+        return
+    real = train.respond if quantity == "logprobs" else train.group_advantages
+
+    def poisoned(*args):
+        result = real(*args)
+        (result.logprobs if quantity == "logprobs" else result)[...] = float("nan")
+        return result
+
+    monkeypatch.setattr(train, real.__name__, poisoned)
+    assert run(monkeypatch, *TINY, "--out", tmp_path) == 1
+    assert f"step 1, gspo: {quantity} is not finite" in capsys.readouterr().err
+
+
+def test_a_collapse_is_reported_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "verify", lambda problems, texts, group: [0.0] * len(texts))
+    assert run(monkeypatch, *TINY, "--out", tmp_path, "--rl-steps", 13, "--learners", "gspo") == 0
+    out = capsys.readouterr().out
+    assert out.count("for 10 steps no group held both") == 1
+    assert "nothing left to learn from since step 10" in out
+
+
+# Nonsense
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--speed 3", "unrecognized arguments: --speed"),
+        ("--learners gspo ppo", "invalid choice: 'ppo'"),
+        ("--learners gspo gspo", "names one twice"),
+        ("--width 18 --heads 4", "divisible by 2 x heads"),
+        ("--kv-heads 3", "divisible by kv_heads"),
+        ("--experts 1", "experts_per_token 2 exceeds experts 1"),
+        ("--experts 300", "at most 256"),
+        ("--group 1", "at least 2 responses"),
+        ("--prompts 3 --group 3 --minibatches 2", "do not divide into --minibatches 2"),
+        ("--rl-steps 0", "--rl-steps is 0: it must be at least 1"),
+        ("--warm-steps -5", "--warm-steps is -5: it must be at least 1"),
+        ("--temperature 0", "RL needs samples that differ"),
+        ("--lr nan", "--lr is nan"),
+        ("--lr 0", "--lr is 0.0"),
+        ("--lr fast", "invalid float value: 'fast'"),
+        ("--gspo-clip 0 1", "both must be above 0"),
+        ("--gspo-clip 0.1", "expected 2 arguments"),
+        ("--seed -1", "--seed is -1"),
+        ("--max-terms 11", "2 to 10"),
+        ("--largest 100", "2 to 99"),
+        ("--max-new-tokens 1000", "does not fit the context"),
+        ("--warm-think 1.5", "it is a share"),
+        ("--task algebra", "invalid choice: 'algebra'"),
+        ("--device cuda", "device cuda is not available"),
+        ("--resume nowhere --lr 1", "leave out --lr"),
+        ("--resume nowhere", "cannot resume nowhere"),
+        ("--resum x", "unrecognized arguments"),
+    ],
+)
+def test_one_clear_line(tmp_path, monkeypatch, capsys, flags, message):
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.chdir(tmp_path)
+    tiny = [] if "--resume" in flags else TINY
+    assert run(monkeypatch, *tiny, *flags.split()) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err and len(err.splitlines()) == 1 and err.startswith("train.py: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_settings_says_which(finished, monkeypatch, capsys):
+    before = {path.name: path.read_bytes() for path in finished.iterdir()}
+    assert run(monkeypatch, *TINY, "--out", finished, "--lr", 0.5) == 2
+    assert "--lr was 0.001, is 0.5" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in finished.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run(monkeypatch, *TINY, "--out", tmp_path / "file" / "run") == 1
+    assert "cannot use" in capsys.readouterr().err and (tmp_path / "file").read_text() == "mine"
+    assert run(monkeypatch, *TINY, "--out", tmp_path / "file") == 1
+
+
+def test_damaged_folders_say_so(finished, tmp_path, monkeypatch, capsys):
+    for name, content in [
+        ("settings.json", b"{"),
+        ("settings.json", b'{"lr": "x"}'),
+        ("settings.json", b"[]"),
+        ("state.pt", b"x"),
+    ]:
+        folder = tmp_path / f"{name}{len(content)}"
+        folder.mkdir()
+        for path in finished.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / name).write_bytes(content)
+        assert run(monkeypatch, "--resume", folder) == 2
+        err = capsys.readouterr().err.strip()
+        assert name in err and len(err.splitlines()) == 1
+
+
+def test_help_explains_every_flag(monkeypatch, capsys):
+    assert run(monkeypatch, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for f in dataclasses.fields(train.Settings):
+        assert train.flag(f.name) in text and len(f.metadata["help"]) > 10
+
+
+def test_presets_fit():
+    laptop = train.parse_settings(["--preset", "laptop-gpu", "--lr", "1"])[0]
+    assert laptop.width == 384 and laptop.lr == 1.0  # a flag beside the preset wins
+    with torch.device("meta"):
+        total, active = Transformer(laptop.model_config).num_parameters()
+    assert 40e6 < total < 50e6 and active < total / 4
+
+
+def test_sparkline():
+    assert train.sparkline([0, 0.5, 1]) == "▁▅█" and len(train.sparkline([0.5] * 1000)) == 50
+
+
+# The command line as a person types it; two processes
+
+
+def command(*argv, **kw):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", **kw
+    )
+
+
+def test_sample_command(finished, monkeypatch, capsys):
+    import sample
+
+    def ask(*argv, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", str(finished / "gspo.pt"), *argv])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        sample.main()
+        return capsys.readouterr()
+
+    done = ask("9-1-4+7", "--samples", "2", "--max-new-tokens", "8")
+    assert done.out.startswith("9-1-4+7\n") and done.out.count("11 is right") == 2 and done.err == ""
+    done = ask(stdin="1+1\n\nwhat is love\n")
+    assert "1+1\n" in done.out and "what is love\n" in done.out
+    assert "warning" in done.err and "not a chain-sum problem" in done.err
+    for stdin in ("", "\n  \n"):
+        with pytest.raises(SystemExit, match="no question"):
+            ask(stdin=stdin)
+    for flags, message in [(("--samples", "0"), "at least one"), (("--temperature", "-1"), "temperature is -1")]:
+        with pytest.raises(SystemExit, match=message):
+            ask("1+1", *flags)
+
+
+def test_sample_command_refuses(tmp_path, monkeypatch, capsys):
+    import sample
+
+    (tmp_path / "bad.pt").write_bytes(b"junk")
+    torch.save({"a": 1}, tmp_path / "foreign.pt")
+    torch.manual_seed(0)
+    other = Transformer(ModelConfig(vocab_size=300, width=16, heads=2, expert_width=16))
+    train.save(tmp_path / "vocabulary.pt", train.checkpoint(other, task="chain-sum", special_tokens=[]))
+    for argv, message in [
+        (["--checkpoint", "none.pt", "1+1"], "none.pt"),
+        (["--checkpoint", tmp_path / "bad.pt", "1+1"], "not a checkpoint"),
+        (["--checkpoint", tmp_path / "foreign.pt", "1+1"], "not a checkpoint of this project"),
+        (["--checkpoint", tmp_path / "vocabulary.pt", "1+1"], "another vocabulary"),
+        (["1+1"], "--checkpoint"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
+        with pytest.raises(SystemExit) as exit:
+            sample.main()
+        assert exit.value.code not in (0, None) and message in (str(exit.value.code) + capsys.readouterr().err)
+
+
+def torchrun(*argv):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    return command("-m", "torch.distributed.run", *address, "train.py", *TINY, *argv, timeout=100)
+
+
+def test_two_processes_do_what_one_does(finished, tmp_path):
+    done = torchrun("--out", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = results(finished), results(tmp_path)
+    assert one["eval.csv"] == two["eval.csv"]
+    for name in ("gspo", "grpo"):
+        for row, other in zip(one[f"{name}.csv"], two[f"{name}.csv"], strict=True):
+            for key in ("reward", "accuracy", "length", "think_frac", "zero_std_groups", "expert_change"):
+                assert row[key] == other[key], (key, row["step"])
+            for key in ("clip_frac", "grad_norm", "entropy", "approx_kl", "load_imbalance", "ratio_mean"):
+                assert float(row[key]) == pytest.approx(float(other[key]), rel=2e-3, abs=1e-5), (key, row["step"])
+        a, b = (load_model(folder / f"{name}.pt")[0].state_dict() for folder in (finished, tmp_path))
+        assert max((a[k] - b[k]).abs().max() for k in a) < 1e-4
+
+
+def test_processes_that_do_not_divide_the_problems_are_refused():
+    done = torchrun("--prompts", "3", "--group", "4", "--out", "unused")
+    assert done.returncode != 0 and "--prompts 3 do not divide among 2 processes" in done.stderr
+    assert not (ROOT / "unused").exists()
