@@ -30,6 +30,7 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +52,7 @@ LEARNERS = ("gspo", "grpo", "gspo+replay", "grpo+replay")
 STATE_FORMAT = 1
 COLLAPSED_AFTER = 10  # steps in a row without one group of mixed rewards
 EXAMPLE_EVERY = 10  # steps
-EVAL_ROWS = 512  # problems that are answered at once in evaluation
+EVAL_ROWS = 256  # problems that are answered at once in evaluation
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
@@ -93,14 +94,15 @@ class Settings:
     warm_batch: int = setting(64, "worked solutions per step of imitation")
     warm_lr: float = setting(3e-3, "peak learning rate of imitation")
     warm_think: float = setting(0.4, "share of worked solutions that reason before they answer")
+    warm_chunk: int = setting(700, "tokens that go through the model at once in imitation")
     aux_coef: float = setting(0.01, "weight of the load-balance loss in imitation (RL has none)")
 
-    rl_steps: int = setting(60, "RL steps of each learner")
+    rl_steps: int = setting(36, "RL steps of each learner")
     prompts: int = setting(32, "problems per RL step, P")
     group: int = setting(16, "responses per problem, G")
     minibatches: int = setting(4, "optimizer steps per pass over a step's responses")
     epochs: int = setting(1, "passes over a step's responses")
-    lr: float = setting(1e-4, "learning rate of RL, after a linear warm-up of 5 steps")
+    lr: float = setting(2e-4, "learning rate of RL, after a linear warm-up of 5 steps")
     temperature: float = setting(1.0, "of sampling, and of the log-probs that are trained")
     max_new_tokens: int = setting(64, "longest response; longer ones are cut and score what they score")
     gspo_clip: tuple = setting((3e-3, 4e-3), "GSPO's window [1 - LOW, 1 + HIGH]", metavar=("LOW", "HIGH"))
@@ -114,11 +116,11 @@ class Settings:
         "float32", "bfloat16 makes the sampler an imprecise engine on purpose", choices=("float32", "bfloat16")
     )
     save_every: int = setting(10, "RL steps between saved states (warm start: 20 times as many)")
-    micro_tokens: int = setting(8192, "padded tokens that go through the model at once in training")
+    micro_tokens: int = setting(2048, "tokens that go through the model at once in RL training")
 
     def __post_init__(self):
         counts = "eval_problems warm_steps warm_batch rl_steps prompts minibatches epochs max_new_tokens save_every"
-        for name in [*counts.split(), "micro_tokens"]:
+        for name in [*counts.split(), "micro_tokens", "warm_chunk"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.seed < 0:
@@ -178,7 +180,7 @@ PRESETS = {
         "experts": 32, "experts_per_token": 4, "expert_width": 192,
         "max_terms": 10, "largest": 99, "max_new_tokens": 160, "dtype": "bfloat16",
         "warm_steps": 6000, "warm_batch": 256, "warm_lr": 1e-3,
-        "rl_steps": 200, "prompts": 64, "lr": 2e-5, "micro_tokens": 32768,
+        "rl_steps": 200, "prompts": 64, "lr": 2e-5, "micro_tokens": 16384, "warm_chunk": 16384,
     },
 }  # fmt: skip
 
@@ -307,6 +309,23 @@ def start_processes(settings):
     if settings.prompts % processes():
         raise ValueError(f"--prompts {settings.prompts} do not divide among {processes()} processes")
     return device
+
+
+def side_by_side(function, items, device):
+    """[function(item) for item in items]; on a CPU in threads that share its cores.
+
+    On matrices as small as ours, torch's own threads gain little from a second core: two learners at once, or two parts
+    of a batch, gain half as much again. Several processes have divided the cores already.
+    """
+    threads = torch.get_num_threads()
+    workers = min(threads, len(items))
+    if device.type != "cpu" or workers == 1 or dist.is_initialized():
+        return [function(item) for item in items]
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,)) as pool:
+            return list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def precision(settings, device):
@@ -458,17 +477,17 @@ def make_learner(name, model, settings, lr):
 
 
 def by_length(lengths, tokens):
-    """Split rows (their lengths in a list) into chunks of similar length, of at most `tokens` with padding.
+    """Split rows, given their lengths, into chunks of similar length and about equal work, of some `tokens` each.
 
-    Padding is then small. It cannot change a loss: each chunk is divided by the count of the whole minibatch.
+    Padding, which attention alone computes on, is then small. It cannot change a loss: each chunk's is divided by the
+    count of the whole minibatch.
     """
-    chunks, chunk = [], []
+    parts = max(1, round(sum(lengths) / tokens))
+    chunks, done = [[] for _ in range(parts)], 0
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
-        if chunk and (len(chunk) + 1) * lengths[row] > tokens:
-            chunks.append(chunk)
-            chunk = []
-        chunk.append(row)
-    return [*chunks, chunk] if chunk else chunks
+        chunks[done * parts // sum(lengths)].append(row)
+        done += lengths[row]
+    return [chunk for chunk in chunks if chunk]
 
 
 def optimizer_step(learner, lr, loss):
@@ -491,7 +510,7 @@ def warm_key(settings, device):
     """Names a warm start by all that determines it, so that a cached one is never taken for another."""
     names = [f.name for f in dataclasses.fields(Settings) if f.name.startswith("warm_")]
     names += ["task", "seed", "max_terms", "largest", "width", "layers", "heads", "kv_heads", "experts"]
-    names += ["experts_per_token", "expert_width", "aux_coef", "micro_tokens", "dtype"]
+    names += ["experts_per_token", "expert_width", "aux_coef", "dtype"]
     facts = [(name, getattr(settings, name)) for name in names]
     facts += [torch.__version__, device.type, torch.get_num_threads(), processes()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
@@ -514,24 +533,30 @@ def imitate(learner, settings, step, device):
     """One step of imitation: mean cross-entropy over all response tokens of the batch. Returns (loss, tokens)."""
     rows, prompt_lengths = warm_batch(settings, step)
     lengths = [len(row) for row in rows]
-    response_tokens = sum(lengths) - sum(prompt_lengths)
-    loss = torch.zeros((), device=device)
-    # The chunks depend on the batch alone; each process takes its share of them.
-    for chunk in by_length(lengths, settings.micro_tokens)[rank() :: processes()]:
+    all_tokens, response_tokens = sum(lengths), sum(lengths) - sum(prompt_lengths)
+    parameters = list(learner.model.parameters())
+
+    def gradient(chunk):
         longest = max(lengths[row] for row in chunk)
         tokens = torch.tensor([rows[row] + [PAD] * (longest - lengths[row]) for row in chunk], device=device)
         with precision(settings, device):
             logprobs, probs, _ = score(learner.model, tokens, [(prompt_lengths[row], lengths[row]) for row in chunk])
         nll = -logprobs.sum() / response_tokens
         balance = torch.stack([load_balance_loss(p, p.topk(settings.experts_per_token).indices) for p in probs]).mean()
-        share = sum(lengths[row] for row in chunk) / sum(lengths)
-        (nll + settings.aux_coef * share * balance).backward()
-        loss += nll.detach()
-    decay = 1 - 0.9 * step / settings.warm_steps
-    lr = settings.warm_lr * min(1.0, (step + 1) / min(100, settings.warm_steps)) * decay
+        share = sum(lengths[row] for row in chunk) / all_tokens
+        return nll.detach(), torch.autograd.grad(nll + settings.aux_coef * share * balance, parameters)
+
+    # The chunks depend on the batch alone; each process takes its share of them.
+    chunks = by_length(lengths, settings.warm_chunk)[rank() :: processes()]
+    loss = torch.zeros((), device=device)
+    for part, gradients in side_by_side(gradient, chunks, device):
+        loss += part
+        for p, g in zip(parameters, gradients):
+            p.grad = g if p.grad is None else p.grad + g
+    lr = settings.warm_lr * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / settings.warm_steps)
     total(loss)
     optimizer_step(learner, lr, loss)
-    return loss, sum(lengths)
+    return loss, all_tokens
 
 
 def warm_start(settings, device, folder, stop, state):
@@ -704,30 +729,33 @@ def measure(learner, rollout, rewards, old, advantages, updates, settings, step,
     }
 
 
+def learn(learner, problems, settings, step, device, folder):
+    """One step of one learner: sample, verify, compare, update. Adds a row to its CSV."""
+    began = time.perf_counter()
+    rollout = respond(learner, problems, settings, step, device)
+    texts = rollout.texts()
+    rewards = verify(problems, texts, settings.group)
+    advantages = group_advantages(rewards, settings.group).to(device)
+    old = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
+    try:
+        check_finite(logprobs=old)
+        updates = [
+            update(learner, rollout, old, advantages, rows, settings, step) for rows in minibatches(settings, step)
+        ]
+        check_finite(**dict(learner.model.named_parameters()))
+    except NotFinite as error:
+        give_up(learner, step, error, folder, rollout, old, advantages)
+    seconds = time.perf_counter() - began
+    learner.rows.append(measure(learner, rollout, rewards, old, advantages, updates, settings, step, seconds))
+    if (step + 1) % EXAMPLE_EVERY == 0:
+        learner.example = example(learner, problems, texts, rewards, advantages, settings.group)
+
+
 def reinforce(learners, settings, device, folder, stop, first, before):
     """The race, in lockstep: at each step every learner meets the same problems and the same sampling noise."""
     for step in progress("RL", first, settings.rl_steps):
         problems = training_problems(settings, step)
-        for learner in learners:
-            began = time.perf_counter()
-            rollout = respond(learner, problems, settings, step, device)
-            texts = rollout.texts()
-            rewards = verify(problems, texts, settings.group)
-            advantages = group_advantages(rewards, settings.group).to(device)
-            old = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
-            try:
-                check_finite(logprobs=old)
-                updates = [
-                    update(learner, rollout, old, advantages, rows, settings, step)
-                    for rows in minibatches(settings, step)
-                ]
-                check_finite(**dict(learner.model.named_parameters()))
-            except NotFinite as error:
-                give_up(learner, step, error, folder, rollout, old, advantages)
-            seconds = time.perf_counter() - began
-            learner.rows.append(measure(learner, rollout, rewards, old, advantages, updates, settings, step, seconds))
-            if (step + 1) % EXAMPLE_EVERY == 0:
-                learner.example = example(learner, problems, texts, rewards, advantages, settings.group)
+        side_by_side(lambda learner: learn(learner, problems, settings, step, device, folder), learners, device)  # noqa: B023
         report(learners, step, folder)
         stopping = stop.agreed(device)
         if stopping or (step + 1) % settings.save_every == 0 or step + 1 == settings.rl_steps:
@@ -765,43 +793,43 @@ def give_up(learner, step, error, folder, rollout, old, advantages):
 
 
 def held_out_problems(settings):
-    """For each number of terms the same held-out problems, whatever the seed, so that seeds can be compared."""
+    """The same held-out problems whatever the seed, so that seeds can be compared; fewest numbers first."""
     problems = {}
     for terms in settings.terms:
-        rng, found = random.Random(f"evaluation/{terms}"), {}
+        rng, found = random.Random(f"evaluation/{terms}"), set()
         for _ in range(20 * settings.eval_problems):  # of sums of two digits, only some 25 are held out
             problem = make_problem(settings.task, terms, rng, largest=settings.largest, held_out=True)
-            found[problem.prompt] = problem
-            if len(found) == settings.eval_problems:
-                break
-        problems[terms] = list(found.values())
-    return problems
+            if problem.prompt not in found and len(found) < settings.eval_problems:
+                found.add(problem.prompt)
+                problems[problem.prompt] = problem
+    return list(problems.values())
 
 
 def evaluate(model, settings, device, stop):
     """Rows for eval.csv: for each number of terms, accuracy sampled (once, at temperature 1) and greedy."""
-    model.eval()
+    problems = held_out_problems(settings)
+    right = torch.zeros(settings.terms.stop, 2, device=device)  # by number of terms, and by way of decoding
+    for way, temperature in enumerate((1.0, 0.0)):
+        for first in range(rank() * EVAL_ROWS, len(problems), processes() * EVAL_ROWS):
+            some = problems[first : first + EVAL_ROWS]
+            with precision(settings, device):
+                rollout = generate(
+                    model,
+                    [problem.prompt for problem in some],
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=temperature,
+                    first_row=first,
+                )
+            for problem, score in zip(some, verify(some, rollout.texts(), 1)):
+                right[len(problem.numbers), way] += score
+    total(right)
+    if stop.agreed(device):
+        stop_run(stop, settings.folder, "during an evaluation")
     rows = []
-    for terms, problems in held_out_problems(settings).items():
-        row = {"terms": terms}
-        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-            right = torch.zeros((), device=device)
-            for first in range(rank() * EVAL_ROWS, len(problems), processes() * EVAL_ROWS):
-                some = problems[first : first + EVAL_ROWS]
-                with precision(settings, device):
-                    rollout = generate(
-                        model,
-                        [problem.prompt for problem in some],
-                        max_new_tokens=settings.max_new_tokens,
-                        temperature=temperature,
-                        seed=terms,
-                        first_row=first,
-                    )
-                right += verify(some, rollout.texts(), 1).count(1.0)
-            row[name] = float(total(right)) / len(problems)
-        rows.append(row | {"problems": len(problems)})
-        if stop.agreed(device):
-            stop_run(stop, settings.folder, "during an evaluation")
+    for terms in settings.terms:
+        count = sum(len(problem.numbers) == terms for problem in problems)
+        sampled, greedy = (right[terms] / count).tolist()
+        rows.append({"terms": terms, "sampled": sampled, "greedy": greedy, "problems": count})
     return rows
 
 
@@ -975,7 +1003,8 @@ def run(settings, resuming):
 
     reinforce(learners, settings, device, folder, stop, first, before)
 
-    after = {learner.name: evaluate(learner.model, settings, device, stop) for learner in learners}
+    evaluations = side_by_side(lambda learner: evaluate(learner.model, settings, device, stop), learners, device)
+    after = {learner.name: evaluation for learner, evaluation in zip(learners, evaluations)}
     if rank() == 0:
         rows = []
         for learner in learners:
