@@ -820,8 +820,8 @@ def evaluate(model, settings, device, stop):
                     temperature=temperature,
                     first_row=first,
                 )
-            for problem, score in zip(some, verify(some, rollout.texts(), 1)):
-                right[len(problem.numbers), way] += score
+            for problem, point in zip(some, verify(some, rollout.texts(), 1)):
+                right[len(problem.numbers), way] += point
     total(right)
     if stop.agreed(device):
         stop_run(stop, settings.folder, "during an evaluation")
