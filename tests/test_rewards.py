@@ -5,6 +5,7 @@ import string
 from fractions import Fraction
 from pathlib import Path
 
+import fuzz
 import pytest
 
 import rewards
@@ -339,3 +340,8 @@ def test_no_evaluation_anywhere():
     source = Path(rewards.__file__).read_text(encoding="utf-8")
     for word in (" eval(", "literal_eval", "exec(", "float(text", "normalize(", "sympify", "import sympy"):
         assert word not in source
+
+
+def test_under_fire():
+    """A short version of `python tests/fuzz.py`, which also times and measures."""
+    fuzz.attack(2000)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kill
 import pytest
 import torch
 from cases import fake_gpu
@@ -580,6 +581,11 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
                 assert float(row[key]) == pytest.approx(float(other[key]), rel=2e-3, abs=1e-5), (key, row["step"])
         a, b = (load_model(folder / f"{name}.pt")[0].state_dict() for folder in (finished, tmp_path))
         assert max((a[k] - b[k]).abs().max() for k in a) < 1e-4
+
+
+def test_killed_for_real_and_resumed():
+    """A short version of `python tests/kill.py`."""
+    kill.kill_and_compare(1)
 
 
 def test_processes_that_do_not_divide_the_problems_are_refused():
