@@ -100,27 +100,26 @@ class Attention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(config.head_size))
 
     def forward(self, x, rotations, attend):
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_size))  # (N, H + 2J, D)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q = rotate(F.rms_norm(q, (self.head_size,), self.q_norm, 1e-6), rotations).to(v.dtype)
-        k = rotate(F.rms_norm(k, (self.head_size,), self.k_norm, 1e-6), rotations).to(v.dtype)
+        h, j, d = self.heads, self.kv_heads, self.head_size
+        qk, v = self.qkv(x).unflatten(-1, (-1, d)).split((h + j, j), dim=1)  # (N, H + J, D), (N, J, D)
+        # queries and keys are normalised and turned together: half the operators, which is what decoding waits for
+        weight = torch.cat([self.q_norm.expand(h, d), self.k_norm.expand(j, d)])
+        q, k = rotate(F.rms_norm(qk, (d,), eps=1e-6) * weight, rotations).to(v.dtype).split((h, j), dim=1)
         return self.out(attend(q, k, v).flatten(1))  # (N, H, D) -> (N, C)
 
 
-def attend_rows(q, k, v, rows, read, cache=None, layer=0):
-    """Causal attention within whole rows. q: (N, H, D), k, v: (N, J, D); rows: (B, T); read: see `features`."""
-    b, t = rows
+def attend_rows(q, k, v, rows, packing, cache=None, layer=0):
+    """Causal attention within whole rows. q: (N, H, D), k, v: (N, J, D); rows: (B, T); packing: see `features`."""
 
     def unpack(x):  # (N, H, D) -> (B, H, T, D)
-        if read is not None:  # attention alone is done with padding, all else on the N tokens that are none
-            x = x.new_zeros(b * t, *x.shape[1:]).index_copy(0, read, x)
-        return x.unflatten(0, (b, t)).transpose(1, 2)
+        x = x if packing is None else x.index_select(0, packing.source)
+        return x.unflatten(0, rows).transpose(1, 2)
 
     q, k, v = unpack(q), unpack(k), unpack(v)
     if cache is not None:
-        cache.k[layer, :, :, :t], cache.v[layer, :, :, :t] = k, v
+        cache.k[layer, :, :, : rows[1]], cache.v[layer, :, :, : rows[1]] = k, v
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-    return y if read is None else y.index_select(0, read)  # (N, H, D)
+    return y if packing is None else y.index_select(0, packing.read)  # (N, H, D)
 
 
 def attend_cache(q, k, v, positions, visible, cache, layer):
@@ -128,10 +127,12 @@ def attend_cache(q, k, v, positions, visible, cache, layer):
     rows = torch.arange(len(q), device=q.device)
     keys, values = cache.k[layer], cache.v[layer]  # (B, J, S, D)
     keys[rows, :, positions], values[rows, :, positions] = k, v
-    # The H/J query heads of a key head stand where query positions would, so no key is copied for them.
-    q = q.unflatten(1, (k.size(1), -1))  # (B, J, H/J, D)
-    keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible).flatten(1, 2)  # (B, H, D)
+    # The H/J query heads of a key head stand where query positions would, so no key is copied for them. In plain
+    # operators, since the fused kernel takes twice as long for so few queries per key.
+    q = q.unflatten(1, (k.size(1), -1)) * q.size(-1) ** -0.5  # (B, J, H/J, D)
+    scores = q @ keys[:, :, : cache.used].transpose(2, 3)  # (B, J, H/J, S)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ values[:, :, : cache.used]).flatten(1, 2)  # (B, H, D)
 
 
 def rotate(x, rotations):
@@ -176,12 +177,13 @@ class Transformer(nn.Module):
         x, routes, _ = self.features(tokens, routes=routes)
         return self.head(x).unflatten(0, tokens.shape), routes.unflatten(1, tokens.shape)
 
-    def features(self, tokens, *, routes=None, read=None, cache=None, positions=None):
+    def features(self, tokens, *, routes=None, packing=None, cache=None, positions=None):
         """The last hidden states (N, C), the routes taken (L, N, K) and the router's probabilities (L, N, E).
 
-        N counts the B*T tokens in reading order; or those at `read`, indices into them, when all others are padding:
-        only attention then still computes on padding. Instead of whole rows, with positions (B,), one new token per
-        row, tokens (B, 1): row b goes to slot positions[b] of the cache and sees all slots up to it.
+        N counts the B*T tokens in reading order, or, with a `Packing`, the tokens that are read at all: padding is not,
+        and a prompt that several rows share is read once; only attention then computes on whole rows. With positions
+        (B,), instead of whole rows one new token per row, tokens (B, 1): row b goes to slot positions[b] of the cache
+        and sees all slots up to it.
         cache: a `KVCache` to add to. routes: as in `forward`. Raises ValueError as `forward` does.
         """
         config, (b, t), device = self.config, tokens.shape, tokens.device
@@ -189,7 +191,7 @@ class Transformer(nn.Module):
             if tuple(routes.shape) != (config.layers, b, t, config.experts_per_token):
                 raise ValueError(f"routes {tuple(routes.shape)} must be (L, B, T, K), for tokens {(b, t)}")
             routes = routes.flatten(1, 2)  # (L, B*T, K)
-            routes = routes if read is None else routes.index_select(1, read)
+            routes = routes if packing is None else routes.index_select(1, packing.read)
         if cache is not None:
             cache.used += t
         if (t if cache is None else cache.used) > config.context:
@@ -197,8 +199,9 @@ class Transformer(nn.Module):
         flat = tokens.flatten()
         if positions is None:
             at = torch.arange(t, device=device).repeat(b)
-            flat, at = (flat, at) if read is None else (flat.index_select(0, read), at.index_select(0, read))
-            attend = partial(attend_rows, rows=(b, t), read=read, cache=cache)
+            if packing is not None:
+                flat, at = flat.index_select(0, packing.read), at.index_select(0, packing.read)
+            attend = partial(attend_rows, rows=(b, t), packing=packing, cache=cache)
         else:
             at, slots = positions, torch.arange(cache.used, device=device)
             visible = (slots <= positions[:, None])[:, None, None]  # (B, 1, 1, S)
@@ -228,27 +231,48 @@ class Transformer(nn.Module):
         return total, total - unused - self.embed.weight.numel()
 
 
-def score(model, tokens, spans, *, temperature=1.0, routes=None):
+class Packing:
+    """Which tokens of a padded batch (B, T) are read, and where each place of the batch finds its token among them.
+
+    spans: for each row (start, end): its prompt is tokens[:start], its response tokens[start:end], padding follows.
+    groups: for each row the number of its group; the rows of a group have the same prompt, which is read once.
+    Computed on the host, so that the device need not be asked how many tokens there are.
+    """
+
+    def __init__(self, spans, width, groups, device):
+        starts, ends = np.array(spans).T[:, :, None]  # (B, 1) each
+        place, row = np.arange(width), np.arange(len(spans))[:, None]
+        leader = row  # the first row of each row's group
+        if groups is not None:
+            _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+            leader = first[group].reshape(-1, 1)
+        inside, borrowed = place < ends, (place < starts) & (leader != row)
+        is_read = inside & ~borrowed  # (B, T)
+        number = (np.cumsum(is_read) - 1).reshape(is_read.shape)  # of each read token, 0..N-1
+        source = np.where(borrowed, number[leader[:, 0]], np.where(inside, number, 0))
+        scored = (place >= starts - 1) & (place < ends)  # predicts a token of the response
+
+        def index(values):
+            return torch.tensor(values.tolist(), device=device)
+
+        self.read = index(np.flatnonzero(is_read))  # (N,), indices into the B*T places
+        self.source = index(source.flatten())  # (B*T,), indices into the N tokens
+        self.scored, self.scored_source = index(np.flatnonzero(scored)), index(source[scored])  # (M,) each
+
+
+def score(model, tokens, spans, *, temperature=1.0, routes=None, groups=None):
     """`token_logprobs` of the responses alone, for training: nothing is computed for padding, nor predicted in prompts.
 
-    spans: for each row (start, end), the response being tokens[start:end], 0 < start; what follows it is padding.
-    Returns (logprobs (B, T), 0 outside the responses; probs (L, N, E), the router's, of the N tokens that were read;
-    read (N,), where those are among the B*(T-1) inputs: each row's last token is only predicted).
+    spans, groups: see `Packing`. Returns (logprobs (B, T), 0 outside the responses; probs (L, N, E), the router's, of
+    the N tokens that were read; read (N,), where those are among the B*(T-1) inputs: last tokens are only predicted).
     """
-    starts, ends = np.array(spans).T[:, :, None]  # (B, 1) each
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
-    place = np.arange(inputs.size(1))
-    is_read = (place < ends - 1).flatten()
-    is_scored = ((place >= starts - 1) & (place < ends - 1)).flatten()
-    # index lists made on the host: the device need not be asked how many there are
-    read, scored, scored_of_read = (
-        torch.tensor(np.flatnonzero(x).tolist(), device=tokens.device) for x in (is_read, is_scored, is_scored[is_read])
-    )
-    x, _, probs = model.features(inputs, routes=None if routes is None else routes[:, :, :-1], read=read)
-    logits = model.head(x.index_select(0, scored_of_read)).float() / temperature  # (M, V), M tokens of responses
-    logprobs = -F.cross_entropy(logits, targets.index_select(0, scored), reduction="none")
-    logprobs = logprobs.new_zeros(inputs.numel()).index_copy(0, scored, logprobs).view_as(inputs)
-    return F.pad(logprobs, (1, 0)), probs, read
+    packing = Packing([(start, end - 1) for start, end in spans], inputs.size(1), groups, tokens.device)
+    x, _, probs = model.features(inputs, routes=None if routes is None else routes[:, :, :-1], packing=packing)
+    logits = model.head(x.index_select(0, packing.scored_source)).float() / temperature  # (M, V)
+    logprobs = -F.cross_entropy(logits, targets.index_select(0, packing.scored), reduction="none")
+    logprobs = logprobs.new_zeros(inputs.numel()).index_copy(0, packing.scored, logprobs).view_as(inputs)
+    return F.pad(logprobs, (1, 0)), probs, packing.read
 
 
 def token_logprobs(model, tokens, *, temperature=1.0, routes=None):

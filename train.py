@@ -628,24 +628,24 @@ def minibatches(settings, step):
 
 
 def chunks(rollout, rows, settings):
-    """Split rows of a rollout by length; yields (rows, :longest), to index its (B, T) tensors with, and their spans."""
-    spans = rollout.spans()
-    for chunk in by_length([spans[row][1] for row in rows], settings.micro_tokens):
+    """Split rows of a rollout by length: yields (rows, part), part being what to index its (B, T) tensors with."""
+    ends = [end for _, end in rollout.spans()]
+    for chunk in by_length([ends[row] for row in rows], settings.micro_tokens):
         chosen = [rows[i] for i in chunk]
-        part = torch.tensor(chosen, device=rollout.tokens.device), slice(0, max(spans[row][1] for row in chosen))
-        yield part, [spans[row] for row in chosen]
+        yield chosen, (torch.tensor(chosen, device=rollout.tokens.device), slice(0, max(ends[row] for row in chosen)))
 
 
-def rescore(learner, rollout, part, spans, settings):
+def rescore(learner, rollout, rows, part, settings):
     """The trainer's log-probs of a part of a rollout (b, t), and (changed, all) counts of expert choices."""
-    routes = rollout.routes[:, part[0], part[1]]  # (L, b, t, K)
+    spans, routes = rollout.spans(), rollout.routes[:, part[0], part[1]]  # (L, b, t, K)
     with precision(settings, rollout.tokens.device):
         logprobs, probs, read = score(
             learner.model,
             rollout.tokens[part],
-            spans,
+            [spans[row] for row in rows],
             temperature=settings.temperature,
             routes=routes if learner.replay else None,
+            groups=[row // settings.group for row in rows],
         )
     return logprobs, routing_change(probs.detach(), routes[:, :, :-1].flatten(1, 2).index_select(1, read))
 
@@ -654,8 +654,8 @@ def rescore(learner, rollout, part, spans, settings):
 def recompute(learner, rollout, settings):
     """Old log-probs the conventional way: one more forward pass, before the first update. (B, T)"""
     old = torch.zeros_like(rollout.logprobs)
-    for part, spans in chunks(rollout, range(len(old)), settings):
-        old[part] = rescore(learner, rollout, part, spans, settings)[0]
+    for rows, part in chunks(rollout, range(len(old)), settings):
+        old[part] = rescore(learner, rollout, rows, part, settings)[0]
     return old
 
 
@@ -668,8 +668,8 @@ def update(learner, rollout, old, advantages, rows, settings, step):
     ours = [row - first for row in rows if 0 <= row - first < len(old)]
     new, loss = torch.zeros_like(old), torch.zeros((), device=old.device)
     changed = torch.zeros(2, device=old.device)
-    for part, spans in chunks(rollout, ours, settings):
-        logprobs, changed_here = rescore(learner, rollout, part, spans, settings)
+    for chunk, part in chunks(rollout, ours, settings):
+        logprobs, changed_here = rescore(learner, rollout, chunk, part, settings)
         mask = rollout.mask[part]
         part_loss, _ = learner.loss(logprobs, old[part], advantages[part[0]], mask, num_sequences=len(rows))
         part_loss.backward()

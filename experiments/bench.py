@@ -170,15 +170,15 @@ def logprobs(side):
 
         rows = [prompts[i // G] + new[i].tolist() for i in range(P * G)]
         chunks = []
-        for chunk in by_length([len(row) for row in rows], 4096):
+        for chunk in by_length([len(row) for row in rows], 2048):
             longest = max(len(rows[i]) for i in chunk)
             tokens = torch.tensor([rows[i] + [PAD] * (longest - len(rows[i])) for i in chunk])
-            chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk]))
+            chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk], [i // G for i in chunk]))
 
         def run():
             ours.zero_grad(set_to_none=True)
-            for tokens, spans in chunks:
-                (-score(ours, tokens, spans)[0].sum() / (P * G * NEW)).backward()
+            for tokens, spans, groups in chunks:
+                (-score(ours, tokens, spans, groups=groups)[0].sum() / (P * G * NEW)).backward()
 
         return run
     from trl.trainer.utils import selective_log_softmax
@@ -212,7 +212,7 @@ def our_rl_step():
     train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
     settings = train.Settings(
         width=128, layers=4, expert_width=128, prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4,
-        gspo_clip=(3e-4, 4e-4), micro_tokens=4096,
+        gspo_clip=(3e-4, 4e-4),
     )  # fmt: skip
     learner = train.make_learner("gspo", our_model(None), settings, settings.lr)
     problems, steps = work()[0], iter(range(10**6))

@@ -132,6 +132,21 @@ def test_packed_tokens_equal_padded_ones_in_value_and_gradient():
             close(a, b)
 
 
+def test_a_shared_prompt_is_read_once_and_changes_nothing():
+    m, x = make(), tokens(6, 12)
+    groups, spans = [4, 4, 1, 4, 1, 7], [(5, 9), (5, 12), (3, 6), (5, 6), (3, 12), (2, 9)]
+    for row, leader in [(1, 0), (3, 0), (4, 2)]:
+        x[row, : spans[row][0]] = x[leader, : spans[leader][0]]
+    shared, probs, read = score(m, x, spans, groups=groups)
+    alone, _, _ = score(m, x, spans)
+    close(shared, alone, atol=1e-5)
+    assert len(read) == probs.size(1) == sum(e - 1 - s for s, e in spans) + 5 + 3 + 2
+    weights = torch.rand(6, 12)
+    grads = [torch.autograd.grad((w * weights).sum(), list(m.parameters())) for w in (shared, alone)]
+    for a, b in zip(*grads):
+        close(a, b)
+
+
 def test_token_logprobs():
     m, x = make(), tokens(3, 10)
     for temperature in (1.0, 0.5):
