@@ -91,6 +91,9 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:
         raise ValueError("a prompt is empty")
+    unknown = [token for prompt in prompts for token in prompt if not 0 <= token < model.config.vocab_size]
+    if unknown:
+        raise ValueError(f"token {unknown[0]} of a prompt is outside the vocabulary of {model.config.vocab_size}")
     config, device = model.config, model.embed.weight.device
     slots = max(lengths) + max_new_tokens
     if slots > config.context:
@@ -100,19 +103,19 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     group, rows = samples_per_prompt, len(prompts) * samples_per_prompt
 
     # The prompts are read once, in a small cache that every sample of the group then gets a copy of.
-    padded = [prompt + [PAD] * (max(lengths) - len(prompt)) for prompt in prompts]
-    padded = torch.tensor(padded, device=device).clamp(max=config.vocab_size - 1)  # the clamp: PAD in a tiny vocabulary
+    pad = min(PAD, config.vocab_size - 1)  # where the vocabulary lacks it any token will do: padding is never read
+    padded = torch.tensor([prompt + [pad] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
     prompt_cache = model.new_cache(len(prompts), max(lengths))
     x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
     x, prompt_routes = x.unflatten(0, padded.shape), prompt_routes.unflatten(1, padded.shape)
     cache = model.new_cache(rows, slots)
     cache.copy_prompts(prompt_cache, group)
 
-    tokens = torch.full((rows, slots), PAD, device=device)
+    tokens = torch.full((rows, slots), pad, device=device)
     tokens[:, : padded.size(1)] = padded.repeat_interleave(group, dim=0)
     written = torch.arange(slots, device=device)
     position = torch.tensor(lengths, device=device).repeat_interleave(group)  # (B,): where the next token goes
-    tokens.masked_fill_(written >= position[:, None], PAD)
+    tokens.masked_fill_(written >= position[:, None], pad)
     mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
     logprobs, entropy = torch.zeros(rows, slots, device=device), torch.zeros(rows, slots, device=device)
     routes = torch.arange(config.experts_per_token, dtype=torch.uint8, device=device)
@@ -121,7 +124,7 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
 
     noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
     row = torch.arange(rows, device=device)  # which row of the output stands at each place of the shrinking batch
-    last = position.sub(1)[::group] if rows else position
+    last = position[::group] - 1  # (P,)
     x = x[torch.arange(len(prompts), device=device), last].repeat_interleave(group, dim=0)  # (B, C)
     for step in range(max_new_tokens):
         token, logprob, nats = choose(model.head(x), noise[row, step], temperature)
@@ -247,4 +250,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

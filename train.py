@@ -575,7 +575,10 @@ def warm_start(settings, device, folder, stop, state):
     save_state(folder, "warm", first, [learner])
     began, seen = time.perf_counter(), 0
     for step in (bar := progress("warm start", first, settings.warm_steps)):
-        loss, tokens = imitate(learner, settings, step, device)
+        try:
+            loss, tokens = imitate(learner, settings, step, device)
+        except NotFinite as error:
+            fail(f"warm start, step {step + 1}: {error} is not finite; a smaller --warm-lr is the first thing to try")
         seen += tokens
         if step % 20 == 0:
             bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
@@ -755,7 +758,8 @@ def reinforce(learners, settings, device, folder, stop, first, before):
     """The race, in lockstep: at each step every learner meets the same problems and the same sampling noise."""
     for step in progress("RL", first, settings.rl_steps):
         problems = training_problems(settings, step)
-        side_by_side(lambda learner: learn(learner, problems, settings, step, device, folder), learners, device)  # noqa: B023
+        one_step = partial(learn, problems=problems, settings=settings, step=step, device=device, folder=folder)
+        side_by_side(one_step, learners, device)
         report(learners, step, folder)
         stopping = stop.agreed(device)
         if stopping or (step + 1) % settings.save_every == 0 or step + 1 == settings.rl_steps:
@@ -1032,6 +1036,8 @@ def main():
         except OSError as error:
             where, why = error.filename or settings.folder, error.strerror or error
             fail(f"cannot use {where}: {why}. What was saved before is whole")
+    except KeyboardInterrupt:  # before there was anything to save
+        sys.exit(130)
     except End as end:
         if rank() == 0 or end.code < 128:  # each failing process says so; a stop is told once
             print(end, file=sys.stderr, flush=True)

@@ -7,3 +7,5 @@ from torch.utils import backend_registration
 if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     backend_registration._setup_privateuseone_for_python_backend("fakegpu")
     torch.fakegpu.get_amp_supported_dtype = lambda: [torch.bfloat16]
+
+torch.set_num_threads(1)  # the models of the tests are so small that a second thread costs time

@@ -102,7 +102,9 @@ def attack(count, seed=0):
             assert call(countdown_reward, [completion], [[3, 5, 8]], [25])[0] in (0.0, 1.0), s
         # what stands before the last marker does not matter, and a wrong number there never pays
         wrong = str(int(gold) + rng.choice([-1, 1, 10]))
-        before = s.replace("<think>", "")
+        before = s
+        while "<think>" in before:  # cutting one out can leave another
+            before = before.replace("<think>", "")
         assert extract_answer(f"{before}<answer>{wrong}</answer>") == wrong, s
         assert accuracy_reward([f"{before}<answer>{wrong}</answer>"], [gold]) == [0.0], s
         assert accuracy_reward([f"{before}<answer>{gold}</answer>"], [gold]) == [1.0], s

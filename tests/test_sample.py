@@ -207,6 +207,8 @@ def test_bad_input_says_so():
         (dict(prompts=["1"], temperature=-1), "temperature is -1"),
         (dict(prompts=["1"], temperature=float("nan")), "temperature is nan"),
         (dict(prompts=[[]]), "a prompt is empty"),
+        (dict(prompts=[[1, 263]]), "token 263 of a prompt is outside"),
+        (dict(prompts=[[-1]]), "token -1 of a prompt is outside"),
         (dict(prompts=["1" * 60]), "exceed the context of 64"),
     ]:
         with pytest.raises(ValueError, match=message):
