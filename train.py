@@ -173,8 +173,8 @@ class Settings:
 
 PRESETS = {
     "tiny": {},
-    # 43M parameters, 6M of them active per token. Weights, gradients and Adam's two moments take 16 bytes a parameter
-    # and learner, 1.4 GB for two; activations (micro_tokens) and the sampler's cache stay below 4 GB in bfloat16.
+    # 45M parameters, 8M of them active per token. Weights, gradients and Adam's two moments take 16 bytes a parameter
+    # and learner, 1.5 GB for two; activations (micro_tokens) and the sampler's cache stay below 4 GB in bfloat16.
     "laptop-gpu": {
         "width": 384, "layers": 6, "heads": 8, "kv_heads": 4,
         "experts": 32, "experts_per_token": 4, "expert_width": 192,

@@ -68,11 +68,11 @@ def attack(count, seed=0):
 
     def call(function, *args, **kwargs):
         nonlocal slowest
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
-            slowest = max(slowest, (time.perf_counter() - began, function.__name__, repr(args)[:200]))
+            slowest = max(slowest, (time.thread_time() - began, function.__name__, repr(args)[:200]))
 
     for _ in range(count):
         s, gold = text(rng), str(rng.randint(-99, 99))
