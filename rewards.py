@@ -123,7 +123,7 @@ _NO_UNIT = re.compile(
 )
 _REMARK = re.compile(r"(?:[,;:.]?(?:\s|$)|(?<=\S)[./'-](?=[^\W\d_])|[()]|[^\W\d_])*")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"))
-_WRAPPERS += (("(", ")"), ("{", "}"))
+_WRAPPERS += (("__", "__"), ("_", "_"), ("(", ")"), ("{", "}"))
 _WRAPPING_MACRO = re.compile(
     r"\\(?:f?box(?:ed)?|text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf)|mbox|displaystyle)?\s*(?=\{)"
 )
