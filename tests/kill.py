@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
     "--width 16 --layers 2 --heads 2 --kv-heads 1 --experts 4 --expert-width 16 --max-terms 2 --largest 3 --warm-steps 90 "
-    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 8 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
+    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 5 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
     "--max-new-tokens 12 --save-every 1 --lr 1e-3"
 ).split()
 
