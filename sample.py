@@ -16,6 +16,7 @@ Letters: P prompts, G samples per prompt (the group), B = P*G rows, T tokens, L 
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import tiktoken
@@ -64,15 +65,16 @@ class Rollout:
     routes: torch.Tensor  # (L, B, T, K) uint8: the experts each token went through; arbitrary where none did
     lengths: torch.Tensor  # (B,) int64: tokens in the response
 
+    @cached_property
     def spans(self):
-        """For each row (start, end): its response is tokens[start:end], end token included."""
+        """For each row (start, end): its response is tokens[start:end], end token included. Computed once."""
         place = torch.arange(1, self.mask.size(1) + 1, device=self.mask.device)
         ends = (self.mask * place).amax(1)
         return list(zip((ends - self.lengths).tolist(), ends.tolist()))
 
     def texts(self):
         """The responses as text, a list of B."""
-        return [decode_response(row[start:end]) for row, (start, end) in zip(self.tokens.tolist(), self.spans())]
+        return [decode_response(row[start:end]) for row, (start, end) in zip(self.tokens.tolist(), self.spans)]
 
 
 @torch.no_grad()

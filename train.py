@@ -299,9 +299,9 @@ def sum_gradients(model):
 
 def start_processes(settings):
     """Join the other processes where torchrun started us; returns this one's device."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return pick_device(settings.device)
     device = pick_device(settings.device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -577,20 +577,23 @@ def warm_start(settings, device, folder, stop, state):
     for step in (bar := progress("warm start", first, settings.warm_steps)):
         try:
             loss, tokens = imitate(learner, settings, step, device)
+            stopping = stop.agreed(device)
+            saving = stopping or (step + 1) % (20 * settings.save_every) == 0
+            if saving or step + 1 == settings.warm_steps:
+                check_finite(**dict(learner.model.named_parameters()))
         except NotFinite as error:
             fail(f"warm start, step {step + 1}: {error} is not finite; a smaller --warm-lr is the first thing to try")
         seen += tokens
         if step % 20 == 0:
             bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
-        stopping = stop.agreed(device)
-        if stopping or (step + 1) % (20 * settings.save_every) == 0:
-            check_finite(**dict(learner.model.named_parameters()))
+        if saving:
             save_state(folder, "warm", step + 1, [learner])
         if stopping:
             stop_run(stop, folder, f"after step {step + 1} of the warm start")
     if rank() == 0:
         save(path, checkpoint(learner.model, task=settings.task, special_tokens=list(SPECIAL_TOKENS)))
-    say(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
+    if seen:  # not so when the run was stopped after the last step
+        say(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
     return learner.model
 
 
@@ -632,7 +635,7 @@ def minibatches(settings, step):
 
 def chunks(rollout, rows, settings):
     """Split rows of a rollout by length: yields (rows, part), part being what to index its (B, T) tensors with."""
-    ends = [end for _, end in rollout.spans()]
+    ends = [end for _, end in rollout.spans]
     for chunk in by_length([ends[row] for row in rows], settings.micro_tokens):
         chosen = [rows[i] for i in chunk]
         yield chosen, (torch.tensor(chosen, device=rollout.tokens.device), slice(0, max(ends[row] for row in chosen)))
@@ -640,7 +643,7 @@ def chunks(rollout, rows, settings):
 
 def rescore(learner, rollout, rows, part, settings):
     """The trainer's log-probs of a part of a rollout (b, t), and (changed, all) counts of expert choices."""
-    spans, routes = rollout.spans(), rollout.routes[:, part[0], part[1]]  # (L, b, t, K)
+    spans, routes = rollout.spans, rollout.routes[:, part[0], part[1]]  # (L, b, t, K)
     with precision(settings, rollout.tokens.device):
         logprobs, probs, read = score(
             learner.model,

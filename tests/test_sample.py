@@ -91,7 +91,7 @@ def test_recorded_routes_are_the_trainers():
     m = make(eos_bias=6.0)
     r = generate(m, PROMPTS, samples_per_prompt=8, max_new_tokens=30)
     routes = m(r.tokens)[1]
-    for row, (_, end) in enumerate(r.spans()):  # the last token was sampled, not read: it has no route
+    for row, (_, end) in enumerate(r.spans):  # the last token was sampled, not read: it has no route
         assert torch.equal(
             routes[:, row, : end - 1].sort(-1).values, r.routes[:, row, : end - 1].long().sort(-1).values
         )
@@ -103,7 +103,7 @@ def test_layout_of_a_rollout():
     m = make(eos_bias=6.0)
     r = generate(m, PROMPTS, samples_per_prompt=8, max_new_tokens=30)
     assert len(set(r.lengths.tolist())) > 3, "rows must end at different times for this test to mean anything"
-    for row, (start, end) in enumerate(r.spans()):
+    for row, (start, end) in enumerate(r.spans):
         prompt = encode_prompt(PROMPTS[row // 8])
         assert r.tokens[row, :start].tolist() == prompt
         assert (r.tokens[row, end:] == PAD).all()
@@ -111,8 +111,8 @@ def test_layout_of_a_rollout():
         response = r.tokens[row, start:end].tolist()
         assert EOS not in response[:-1]
         assert response[-1] == EOS or len(response) == 30  # the end token is kept, and masked in
-    assert r.tokens.size(1) == max(end for _, end in r.spans())
-    assert any(r.tokens[row, end - 1] == EOS for row, (_, end) in enumerate(r.spans()))
+    assert r.tokens.size(1) == max(end for _, end in r.spans)
+    assert any(r.tokens[row, end - 1] == EOS for row, (_, end) in enumerate(r.spans))
 
 
 def test_rows_do_not_depend_on_the_batch():
@@ -122,12 +122,12 @@ def test_rows_do_not_depend_on_the_batch():
     for i, prompt in enumerate(PROMPTS):
         part = generate(m, [prompt], samples_per_prompt=4, max_new_tokens=24, seed=5, first_row=4 * i)
         for g in range(4):
-            (a, b), (c, d) = whole.spans()[4 * i + g], part.spans()[g]
+            (a, b), (c, d) = whole.spans[4 * i + g], part.spans[g]
             assert whole.tokens[4 * i + g, a:b].tolist() == part.tokens[g, c:d].tolist()
             torch.testing.assert_close(whole.logprobs[4 * i + g, a:b], part.logprobs[g, c:d], rtol=1e-4, atol=1e-5)
     longer = generate(m, PROMPTS, samples_per_prompt=4, max_new_tokens=26, seed=5)
     assert all(x[a : a + 24].tolist() == y[a:b].tolist()[:24] or b - a < 24
-               for x, y, (a, b) in zip(longer.tokens, whole.tokens, whole.spans()))  # fmt: skip
+               for x, y, (a, b) in zip(longer.tokens, whole.tokens, whole.spans))  # fmt: skip
 
 
 def test_ended_rows_leave_the_batch(monkeypatch):
@@ -166,7 +166,7 @@ def test_greedy():
     r = generate(m, PROMPTS, samples_per_prompt=2, max_new_tokens=10, temperature=0, seed=1)
     assert torch.equal(r.tokens[::2], r.tokens[1::2])
     logits = m(r.tokens)[0]
-    for row, (start, end) in enumerate(r.spans()):
+    for row, (start, end) in enumerate(r.spans):
         assert torch.equal(r.tokens[row, start:end], logits[row, start - 1 : end - 1].argmax(-1))
 
 

@@ -233,7 +233,7 @@ def test_replay_trains_through_the_samplers_experts():
     rows, part = next(train.chunks(foreign, range(32), s))
     a, counts = train.rescore(plain, foreign, rows, part, s)
     b, _ = train.rescore(replay, foreign, rows, part, s)
-    spans = rollout.spans()  # a prompt is read once per group; a last token is not read
+    spans = rollout.spans  # a prompt is read once per group; a last token is not read
     read = sum(end - 1 - start for start, end in spans) + sum(start for start, _ in spans[::8])
     assert (a - b).abs().max() > 1e-4  # other experts, other log-probs
     assert counts[0] > 0 and counts[1] == 2 * 2 * read
@@ -279,7 +279,7 @@ def test_a_whole_step_stays_on_the_device(monkeypatch):
     looks = iter([[], [0, 3], [1], []] * 10)
     monkeypatch.setattr("sample.ended_rows", lambda token: next(looks))
     monkeypatch.setattr(train, "check_finite", lambda **quantities: None)  # looks at values, of which there are none
-    monkeypatch.setattr(Rollout, "spans", lambda self: [(4, 6)] * 32)
+    monkeypatch.setattr(Rollout, "spans", [(4, 6)] * 32)
     with fake_gpu() as device:
         for name in ("gspo", "grpo+replay"):
             with device:
@@ -360,6 +360,21 @@ def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at
     assert results(tmp_path) == results(finished)
 
 
+def test_resumed_after_a_crash_between_the_last_warm_step_and_its_checkpoint(tmp_path, monkeypatch):
+    """The saved state is then that of the last step: nothing is left to imitate, but the checkpoint is not there yet."""
+    flags = ["--warm-steps", 80]  # saved at 40 and at 80
+    assert run(monkeypatch, *TINY, *flags, "--out", tmp_path / "whole") == 0
+
+    def crash(*args, **kwargs):
+        raise Crash
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(train, "checkpoint", crash)
+        run(patch, *TINY, *flags, "--out", tmp_path / "killed")
+    assert run(monkeypatch, "--resume", tmp_path / "killed") == 0
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("at", [("imitate", 3), ("update", 6), ("evaluate", 1)])
 def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, number, code, at):
@@ -420,6 +435,22 @@ def test_not_finite_in_the_warm_start(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, *TINY, "--out", tmp_path, "--warm-lr", 1e38) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "warm start, step" in error and "is not finite" in error and "--warm-lr" in error
+
+
+def test_weights_that_are_not_finite_are_never_saved_as_a_warm_start(tmp_path, monkeypatch, capsys):
+    real = train.imitate
+
+    def poisoned(learner, *args):
+        result = real(learner, *args)
+        learner.model.norm.weight.data[0] = float("nan")
+        return result
+
+    monkeypatch.setattr(train, "imitate", poisoned)
+    for steps in (40, 1):  # one ends at a save, one between saves
+        assert run(monkeypatch, *TINY, "--warm-steps", steps, "--out", tmp_path / str(steps)) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "warm start, step" in error and "is not finite" in error
+        assert not list((tmp_path / str(steps)).glob("warm-*.pt"))
 
 
 @pytest.mark.parametrize("quantity", ["loss", "gradient", "logprobs"])
