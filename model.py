@@ -308,6 +308,8 @@ def load_model(path, *, device="cpu"):
         raise ValueError(f"{path} has format {saved['format']}, this program reads format {FORMAT}")
     if saved.keys() != {"format", "config", "weights", "about"}:
         raise ValueError(f"{path} must hold format, config, weights and about; it holds {', '.join(map(str, saved))}")
+    if not isinstance(saved["about"], dict):
+        raise ValueError(f"{path} does not say what it is about")
     try:
         config = ModelConfig(**saved["config"])
         with torch.device("meta"):  # no memory is taken for sizes that only the file claims

@@ -206,13 +206,15 @@ def main():
     args = parser.parse_args()
 
     from model import load_model  # only here, so that everything above can be copied without it
-    from rewards import extract_answer, read_problem, reward
+    from rewards import TASKS, extract_answer, read_problem, reward
 
     try:
         device = pick_device(args.device)
         model, about = load_model(args.checkpoint, device=device)
         if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
             raise ValueError(f"{args.checkpoint} was trained with another vocabulary")
+        if about.get("task") not in TASKS:
+            raise ValueError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
     except (OSError, ValueError) as error:
         sys.exit(f"sample.py: {error}")
     temperature = args.temperature if args.temperature is not None else float(args.samples > 1)

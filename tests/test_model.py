@@ -259,6 +259,7 @@ def weights_with(name, value):
         ({"config": SMALL | {"heads": 3}}, "divisible"),
         ({"config": SMALL | {"width": 10**9}}, "another shape"),
         ({"config": 5}, "does not fit"),
+        ({"about": 5}, "does not say what it is about"),
         ({"weights": {}}, "weight embed.weight is missing"),
         ({"weights": 5}, "does not fit"),
         ({"weights": weights_with("new", torch.zeros(1))}, "weight new is unknown"),

@@ -617,11 +617,14 @@ def test_sample_command_refuses(tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     other = Transformer(ModelConfig(vocab_size=300, width=16, heads=2, expert_width=16))
     train.save(tmp_path / "vocabulary.pt", train.checkpoint(other, task="chain-sum", special_tokens=[]))
+    ours = Transformer(ModelConfig(width=16, heads=2, expert_width=16))
+    train.save(tmp_path / "task.pt", train.checkpoint(ours, special_tokens=list(sample.SPECIAL_TOKENS)))
     for argv, message in [
         (["--checkpoint", "none.pt", "1+1"], "none.pt"),
         (["--checkpoint", tmp_path / "bad.pt", "1+1"], "not a checkpoint"),
         (["--checkpoint", tmp_path / "foreign.pt", "1+1"], "not a checkpoint of this project"),
         (["--checkpoint", tmp_path / "vocabulary.pt", "1+1"], "another vocabulary"),
+        (["--checkpoint", tmp_path / "task.pt", "1+1"], "another task, None"),
         (["1+1"], "--checkpoint"),
     ]:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
