@@ -265,6 +265,12 @@ def processes():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def meet():
+    """Wait until all processes are here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def total(x):
     """Sum a tensor over the processes, in place."""
     if dist.is_initialized():
@@ -389,6 +395,7 @@ class Stop:
 
 
 def stop_run(stop, folder, where):
+    meet()  # none leaves, and closes its connections, while another still writes
     raise End(f"stopped {where}; all is saved. Go on with: python train.py --resume {folder}", 128 + stop.signal)
 
 
@@ -973,6 +980,7 @@ def open_folder(settings, resuming):
             changes = ", ".join(f"{flag(name)} was {earlier[name]}, is {now[name]}" for name in differ)
             raise ValueError(f"{folder} holds a run with other settings ({changes}): choose another --out or delete it")
     state = load_state(folder)
+    meet()  # all have looked before the first one writes
     if state is not None and not resuming:
         if state["phase"] != "done":
             raise ValueError(
@@ -992,7 +1000,7 @@ def run(settings, resuming):
     folder, stop = settings.folder, Stop()
     if state is not None and state["phase"] == "done":
         say(f"{folder} holds a finished run: nothing to resume")
-        return
+        return meet()
     describe(settings, device)
 
     start = warm_start(settings, device, folder, stop, state)
@@ -1025,6 +1033,7 @@ def run(settings, resuming):
     files = " ".join(f"{learner.name}.csv {learner.name}.pt" for learner in learners)
     say(f"\n{time.perf_counter() - began:.0f} s. In {folder}: {files} eval.csv")
     say(f'next: python sample.py --checkpoint {folder / learners[0].name}.pt "{EXAMPLES[settings.task]}"')
+    meet()
 
 
 def main():
