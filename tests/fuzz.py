@@ -5,7 +5,8 @@
 
 Checks that nothing but the documented ValueError of `safe_eval` is raised, that rewards are 0, 1 or None, that answers
 are found in the text they come from, that text before the last marker changes nothing, and that a wrong number never
-pays. Prints the slowest call and the peak of memory. The suite runs a short version.
+pays, and that no call takes more than 10 ms of processor time. Prints the slowest call and the peak of memory. The suite
+runs a short version, without the time.
 """
 
 import json
@@ -14,6 +15,7 @@ import string
 import sys
 import time
 import tracemalloc
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -62,17 +64,30 @@ def text(rng):
     return "".join(rng.choice("0123456789.,/+-*() eE%$\\{}") for _ in range(rng.randint(0, 260)))
 
 
+def timed(function, args, kwargs, times):
+    """The call's result; its processor time, in seconds, is added to `times`."""
+    began = time.thread_time()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        times.append(time.thread_time() - began)
+
+
 def attack(count, seed=0):
-    """Raises AssertionError at the first surprise. Returns (seconds, function, text) of the slowest call."""
+    """Raises AssertionError at the first surprise. Returns (seconds, function, arguments) of the slowest call."""
     rng, slowest = random.Random(seed), (0.0, "", "")
 
     def call(function, *args, **kwargs):
         nonlocal slowest
-        began = time.thread_time()
+        times = []
         try:
-            return function(*args, **kwargs)
+            return timed(function, args, kwargs, times)
         finally:
-            slowest = max(slowest, (time.thread_time() - began, function.__name__, repr(args)[:200]))
+            if times[0] > max(1e-3, slowest[0]):  # a pause of the machine does not come five times, slow work does
+                for _ in range(4):
+                    with suppress(ValueError):
+                        timed(function, args, kwargs, times)
+            slowest = max(slowest, (min(times), function.__name__, repr(args)[:200]))
 
     for _ in range(count):
         s, gold = text(rng), str(rng.randint(-99, 99))
@@ -115,6 +130,8 @@ if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
     seconds, function, args = attack(count)
     print(f"{count} strings; slowest call {1e3 * seconds:.1f} ms: {function}{args}")
+    if seconds > 0.01:
+        sys.exit("fuzz.py: a call took more than 10 ms of processor time, five times in a row")
     tracemalloc.start()
     attack(count // 50, seed=1)
     print(f"peak of memory over {count // 50} more: {tracemalloc.get_traced_memory()[1] / 2**20:.1f} MiB")
