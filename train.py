@@ -305,15 +305,15 @@ def sum_gradients(model):
 
 def start_processes(settings):
     """Join the other processes where torchrun started us; returns this one's device."""
-    device = pick_device(settings.device)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    device, count = pick_device(settings.device), int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.prompts % count:
+        raise ValueError(f"--prompts {settings.prompts} do not divide among {count} processes")
+    if count == 1:
         return device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if settings.prompts % processes():
-        raise ValueError(f"--prompts {settings.prompts} do not divide among {processes()} processes")
     return device
 
 
@@ -751,7 +751,7 @@ def learn(learner, problems, settings, step, device, folder):
     advantages = group_advantages(rewards, settings.group).to(device)
     old = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
     try:
-        check_finite(logprobs=old)
+        check_finite(logprobs=total(old.sum()))  # all processes give up, or none
         updates = [
             update(learner, rollout, old, advantages, rows, settings, step) for rows in minibatches(settings, step)
         ]
@@ -796,6 +796,7 @@ def give_up(learner, step, error, folder, rollout, old, advantages):
         content = {"step": step + 1, "quantity": str(error), "weights": learner.model.state_dict()}
         tensors = {"tokens": rollout.tokens, "mask": rollout.mask, "old_logprobs": old, "advantages": advantages}
         save(path, content | tensors)
+    meet()
     fail(
         f"step {step + 1}, {learner.name}: {error} is not finite. What led to it is in {path}, "
         f"the last good state in {folder / 'state.pt'}; a smaller --lr in another --out is the first thing to try"

@@ -633,12 +633,12 @@ def test_sample_command_refuses(tmp_path, monkeypatch, capsys):
         assert exit.value.code not in (0, None) and message in (str(exit.value.code) + capsys.readouterr().err)
 
 
-def torchrun(*argv):
+def torchrun(*argv, script="train.py"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    return command("-m", "torch.distributed.run", *address, "train.py", *TINY, *argv, timeout=100)
+    return command("-m", "torch.distributed.run", *address, script, *TINY, *argv, timeout=100)
 
 
 def test_two_processes_do_what_one_does(finished, tmp_path):
@@ -656,12 +656,36 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
         assert max((a[k] - b[k]).abs().max() for k in a) < 1e-5
 
 
+def test_what_breaks_in_one_process_ends_both(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+real = train.respond
+def respond(*args):
+    rollout = real(*args)
+    if train.rank() == 1:
+        rollout.logprobs[0, 0] = float("nan")
+    return rollout
+train.respond = respond
+train.main()
+""",
+        encoding="utf-8",
+    )
+    done = torchrun("--warm-steps", "1", "--out", tmp_path / "out", script=str(script))
+    assert done.returncode != 0 and "step 1, gspo: logprobs is not finite" in done.stderr
+    kept = torch.load(tmp_path / "out" / "not-finite-gspo.pt", weights_only=True)
+    assert kept["step"] == 1 and train.load_state(tmp_path / "out")["step"] == 0
+
+
 def test_killed_for_real_and_resumed():
     """A short version of `python tests/kill.py`."""
     kill.kill_and_compare(1)
 
 
-def test_processes_that_do_not_divide_the_problems_are_refused():
-    done = torchrun("--prompts", "3", "--group", "4", "--out", "unused")
-    assert done.returncode != 0 and "--prompts 3 do not divide among 2 processes" in done.stderr
-    assert not (ROOT / "unused").exists()
+def test_processes_that_do_not_divide_the_problems_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    assert run(monkeypatch, *TINY, "--prompts", "3", "--group", "4", "--out", tmp_path / "out") == 2
+    assert "--prompts 3 do not divide among 2 processes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
