@@ -8,7 +8,8 @@
 For each part two processes stay up, one for each side, and take turns: ours, peer, ours, peer, ... so that a machine
 that slows down slows both. What is compared is the ratio within a pair. Before anything is timed, both sides must give
 the same log-probs (within 1e-4) for the same tokens. Shape of the yardstick: C=128, L=4, H=4, 2 key/value heads, E=8,
-K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step.
+K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step. The two `natural`
+parts use the default preset after its warm start instead, and responses end where the model ends them. Linux or macOS.
 """
 
 import argparse
@@ -31,6 +32,7 @@ UNITS = {
     "sample_natural": "responses/s",
     "logprobs_fwd_bwd": "tokens/s",
     "rl_step": "steps/s",
+    "rl_step_natural": "steps/s",
     "peak_memory": "MB",
     "moe_e64_over_e8": "ms",
     "flop_bound": "GFLOP/s",
@@ -202,24 +204,25 @@ def jitter(text):
     return 0.01 * (sum(text.encode()) % 7)
 
 
-def our_rl_step():
+def our_rl_step(checkpoint):
+    """Seconds of a whole step; with random weights (no checkpoint) the end token is ignored."""
     import torch
 
     import sample
     import train
 
-    sample.ended_rows = lambda token: []
+    if not checkpoint:
+        sample.ended_rows = lambda token: []
     train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
     settings = train.Settings(
-        width=128, layers=4, expert_width=128, prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4,
-        gspo_clip=(3e-4, 4e-4),
-    )  # fmt: skip
-    learner = train.make_learner("gspo", our_model(None), settings, settings.lr)
+        prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4, gspo_clip=(3e-4, 4e-4)
+    )
+    learner = train.make_learner("gspo", our_model(checkpoint), settings, settings.lr)
     problems, steps = work()[0], iter(range(10**6))
     return lambda: train.learn(learner, problems, settings, next(steps), torch.device("cpu"), None)
 
 
-def peer_rl_steps(turn):
+def peer_rl_steps(turn, checkpoint):
     """TRL runs its own loop; at the end of each step it calls `turn(seconds)`, which returns when it may go on."""
     from datasets import Dataset
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -235,7 +238,7 @@ def peer_rl_steps(turn):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
     )
-    problems, ours = work()[0], our_model(None)
+    problems, ours = work()[0], our_model(checkpoint)
     peer = peer_model(ours)
     check_equal(ours, peer)
     config = GRPOConfig(
@@ -244,7 +247,8 @@ def peer_rl_steps(turn):
         gradient_accumulation_steps=1, steps_per_generation=UPDATES, num_generations=G, max_completion_length=NEW,
         max_steps=10**6, num_iterations=1, importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4,
         epsilon_high=4e-4, beta=0.0, scale_rewards="group", router_aux_loss_coef=0.0, temperature=1.0, top_p=1.0,
-        top_k=0, generation_kwargs={"min_new_tokens": NEW}, learning_rate=1e-4, lr_scheduler_type="constant",
+        top_k=0, generation_kwargs={} if checkpoint else {"min_new_tokens": NEW}, learning_rate=1e-4,
+        lr_scheduler_type="constant",
         weight_decay=0.0, max_grad_norm=1.0, logging_steps=10**6, seed=0, dataloader_pin_memory=False,
     )  # fmt: skip
 
@@ -298,13 +302,14 @@ def child(part, side, threads, checkpoint):
         if not sys.stdin.readline():
             os._exit(0)
 
-    if part == "rl_step" and side == "peer":
-        peer_rl_steps(turn)
+    if part in ("rl_step", "rl_step_natural") and side == "peer":
+        peer_rl_steps(turn, checkpoint if part == "rl_step_natural" else None)
     run = {
         "sample_forced": lambda: sampling(side, None, True),
         "sample_natural": lambda: sampling(side, checkpoint, False),
         "logprobs_fwd_bwd": lambda: logprobs(side),
-        "rl_step": our_rl_step,
+        "rl_step": lambda: our_rl_step(None),
+        "rl_step_natural": lambda: our_rl_step(checkpoint),
         "moe_e64_over_e8": lambda: moe(64 if side == "ours" else 8),
     }[part]()
     run()  # once to warm up
@@ -373,7 +378,7 @@ def bench(part, pairs, threads, checkpoint):
     """Rows of the table for one part (two for rl_step: its memory is a part of its own)."""
     if part == "flop_bound":
         return [flop_bound(pairs, threads)]
-    amount = {"sample_forced": P * G * NEW, "sample_natural": P * G, "rl_step": 1}.get(part)
+    amount = {"sample_forced": P * G * NEW, "sample_natural": P * G}.get(part, 1)
     if part == "logprobs_fwd_bwd":
         amount = sum(len(prompt) for prompt in work()[1]) * G + P * G * NEW
     results = take_turns(part, pairs, threads, checkpoint)
@@ -437,7 +442,7 @@ def main():
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        if "default_run" in parts or ("sample_natural" in parts and not args.checkpoint):
+        if "default_run" in parts or (not args.checkpoint and any(part.endswith("natural") for part in parts)):
             rows.append(default_run(folder))
             args.checkpoint = args.checkpoint or next(Path(folder).glob("warm-*.pt"))
         for part in parts:
