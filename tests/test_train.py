@@ -375,10 +375,16 @@ def test_resumed_after_a_crash_between_the_last_warm_step_and_its_checkpoint(tmp
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("at", [("imitate", 3), ("update", 6), ("evaluate", 1)])
-def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, number, code, at):
-    name, count = at
+@pytest.mark.parametrize(
+    "name, count, number, code",
+    [
+        ("imitate", 3, signal.SIGTERM, 143),
+        ("update", 6, signal.SIGINT, 130),
+        ("update", 5, signal.SIGTERM, 143),
+        ("evaluate", 1, signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, name, count, number, code):
     calls, real = iter(range(10**9)), getattr(train, name)
 
     def ask(*args):
