@@ -85,7 +85,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=0.2, cli
     # Equation 2:  J = 1/G sum_i 1/|y_i| sum_t min(w_it A_i, clip(w_it, 1 - low, 1 + high) A_i)
     # Its gradient (equation 12) gives each token its own weight w_it.
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    # `where`, not `min`: a ratio on the very edge keeps its gradient, which that of clamp drops since torch 2.14
+    # `where`, not `min`: a ratio exactly on the edge keeps its gradient, while clamp's is 0 there since torch 2.14
     objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T), 0 on padding
     loss = -(objective.sum(1) / lengths.clamp(min=1)).sum() / num_sequences
 

@@ -57,7 +57,7 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, cl
         # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)]: the value of s_i, the gradient of token t alone
         ratio = ratio.detach()[:, None] * (new - new.detach()).exp()  # (B, T)
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    # `where`, not `min`: a ratio on the very edge keeps its gradient, which that of clamp drops since torch 2.14
+    # `where`, not `min`: a ratio exactly on the edge keeps its gradient, while clamp's is 0 there since torch 2.14
     objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B,) or (B, T), 0 where nothing is
     if per_token:
         # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
