@@ -213,7 +213,7 @@ def main():
         model, about = load_model(args.checkpoint, device=device)
         if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
             raise ValueError(f"{args.checkpoint} was trained with another vocabulary")
-        if about.get("task") not in TASKS:
+        if about.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
             raise ValueError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
     except (OSError, ValueError) as error:
         sys.exit(f"sample.py: {error}")

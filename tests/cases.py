@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Inputs that several test files share: one hand-computed batch, random batches, closed-form gradients."""
+"""What several test files share: one hand-computed batch, random batches, closed-form gradients, a tiny run."""
 
 import contextlib
+import csv
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import load_model
 
 X = 0.0  # padding
 HAND = {
@@ -15,6 +19,13 @@ HAND = {
     "advantages": [1.0, -1.0, -1.0, 1.0],
 }
 UNCLIPPED = {"clip_eps_low": 1e9, "clip_eps_high": 1e9}
+
+
+TINY = (
+    "--width 16 --layers 2 --heads 2 --kv-heads 1 --experts 4 --expert-width 16 --max-terms 2 --largest 3 --warm-steps 90 "
+    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 4 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
+    "--max-new-tokens 12 --save-every 2 --lr 1e-3"
+).split()
 
 
 def window(low, high):
@@ -61,3 +72,15 @@ def fake_gpu():
         patch.setattr(FakeTensorMode, "avoid_device_init", True)  # torch.tensor(list, device=...) too only claims
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield torch.device("fakegpu", 0)
+
+
+def results(folder, timings=("seconds", "tokens_per_s")):
+    """All that a finished run leaves, but for the times."""
+    folder, found = Path(folder), {}
+    for path in sorted(folder.glob("*.csv")):
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        found[path.name] = [{k: v for k, v in row.items() if k not in timings} for row in rows]
+    for path in sorted(folder.glob("*.pt")):
+        if path.name != "state.pt" and not path.name.startswith("warm"):
+            found[path.name] = {k: v.numpy().tobytes() for k, v in load_model(path)[0].state_dict().items()}
+    return found

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = (
-    "--width 16 --layers 2 --heads 2 --kv-heads 1 --experts 4 --expert-width 16 --max-terms 2 --largest 3 --warm-steps 90 "
-    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 5 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
-    "--max-new-tokens 12 --save-every 1 --lr 1e-3"
-).split()
+sys.path.insert(0, str(ROOT))
+
+from cases import TINY, results  # noqa: E402
+
+RUN = [*TINY, "--rl-steps", "5", "--save-every", "1"]  # a save after every step
 
 
 def start(*argv):
@@ -30,32 +30,24 @@ def start(*argv):
     return subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=ROOT, env=env, **quiet)
 
 
-def results(folder):
-    """All that a finished run leaves, but for the times: CSV rows, and weights as bytes."""
-    sys.path.insert(0, str(ROOT))
-    from test_train import results
-
-    return results(folder)
-
-
 def kill_and_compare(kills, seed=None):
     """Returns how many of the kills came before the run had ended. Raises AssertionError where anything differs."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as parent:
         whole, killed = Path(parent) / "whole", Path(parent) / "killed"
         began = time.perf_counter()
-        assert start(*TINY, "--out", whole).wait() == 0
+        assert start(*RUN, "--out", whole).wait() == 0
         duration, hits = time.perf_counter() - began, 0
         for _ in range(kills):
             started = (killed / "settings.json").exists()
-            process = start("--resume", killed) if started else start(*TINY, "--out", killed)
+            process = start("--resume", killed) if started else start(*RUN, "--out", killed)
             # Most of a short process is importing torch: aim behind that, ever further into what is left of the run
             time.sleep(duration * (0.4 + 0.5 * rng.random()))
             hits += process.poll() is None
             process.kill()
             process.wait()
         started = (killed / "settings.json").exists()
-        assert (start("--resume", killed) if started else start(*TINY, "--out", killed)).wait() == 0
+        assert (start("--resume", killed) if started else start(*RUN, "--out", killed)).wait() == 0
         assert results(killed) == results(whole)
     return hits
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The wiring: a run from end to end, resuming after a crash anywhere, two processes, and every way to ask for nonsense."""
 
-import csv
 import dataclasses
 import io
 import os
@@ -15,18 +14,13 @@ from pathlib import Path
 import kill
 import pytest
 import torch
-from cases import fake_gpu
+from cases import TINY, fake_gpu, results
 
 import train
 from model import ModelConfig, Transformer, load_model
 from sample import Rollout
 
 ROOT = Path(train.__file__).parent
-TINY = (
-    "--width 16 --layers 2 --heads 2 --kv-heads 1 --experts 4 --expert-width 16 --max-terms 2 --largest 3 --warm-steps 90 "
-    "--warm-batch 16 --warm-lr 2e-2 --warm-think 0.2 --rl-steps 4 --prompts 4 --group 8 --minibatches 2 --eval-problems 4 "
-    "--max-new-tokens 12 --save-every 2 --lr 1e-3"
-).split()
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +43,6 @@ def run(monkeypatch, *argv):
 
 def settings(*argv):
     return train.parse_settings([*TINY, *argv])[0]
-
-
-def results(folder, timings=("seconds", "tokens_per_s")):
-    """All that a finished run leaves, but for the times."""
-    folder, found = Path(folder), {}
-    for path in sorted(folder.glob("*.csv")):
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-        found[path.name] = [{k: v for k, v in row.items() if k not in timings} for row in rows]
-    for path in sorted(folder.glob("*.pt")):
-        if path.name != "state.pt" and not path.name.startswith("warm"):
-            found[path.name] = {k: v.numpy().tobytes() for k, v in load_model(path)[0].state_dict().items()}
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -625,12 +607,14 @@ def test_sample_command_refuses(tmp_path, monkeypatch, capsys):
     train.save(tmp_path / "vocabulary.pt", train.checkpoint(other, task="chain-sum", special_tokens=[]))
     ours = Transformer(ModelConfig(width=16, heads=2, expert_width=16))
     train.save(tmp_path / "task.pt", train.checkpoint(ours, special_tokens=list(sample.SPECIAL_TOKENS)))
+    train.save(tmp_path / "tasks.pt", train.checkpoint(ours, task=[], special_tokens=list(sample.SPECIAL_TOKENS)))
     for argv, message in [
         (["--checkpoint", "none.pt", "1+1"], "none.pt"),
         (["--checkpoint", tmp_path / "bad.pt", "1+1"], "not a checkpoint"),
         (["--checkpoint", tmp_path / "foreign.pt", "1+1"], "not a checkpoint of this project"),
         (["--checkpoint", tmp_path / "vocabulary.pt", "1+1"], "another vocabulary"),
         (["--checkpoint", tmp_path / "task.pt", "1+1"], "another task, None"),
+        (["--checkpoint", tmp_path / "tasks.pt", "1+1"], "another task, []"),
         (["1+1"], "--checkpoint"),
     ]:
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
