@@ -133,22 +133,22 @@ def left_padded(prompts):
     return ids, mask
 
 
-def sampling(side, checkpoint, forced):
-    """Seconds to sample P x G responses; forced: the end token is ignored, so that each has NEW tokens."""
+def sampling(side, checkpoint):
+    """Seconds to sample P x G responses; without a checkpoint the end token is ignored, so that each has NEW tokens."""
     import torch
 
     import sample
 
     ours, (_, prompts) = our_model(checkpoint), work()
     if side == "ours":
-        if forced:
+        if not checkpoint:
             sample.ended_rows = lambda token: []
         return lambda: sample.generate(ours, prompts, samples_per_prompt=G, max_new_tokens=NEW)
     peer = peer_model(ours).eval()
     check_equal(ours, peer)
     ids, mask = left_padded(prompts)
     options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW, disable_compile=True)
-    if forced:
+    if not checkpoint:
         options["min_new_tokens"] = NEW
 
     @torch.inference_mode()
@@ -205,7 +205,7 @@ def jitter(text):
 
 
 def our_rl_step(checkpoint):
-    """Seconds of a whole step; with random weights (no checkpoint) the end token is ignored."""
+    """Seconds of a whole step; without a checkpoint the end token is ignored, as in `sampling`."""
     import torch
 
     import sample
@@ -248,8 +248,8 @@ def peer_rl_steps(turn, checkpoint):
         max_steps=10**6, num_iterations=1, importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4,
         epsilon_high=4e-4, beta=0.0, scale_rewards="group", router_aux_loss_coef=0.0, temperature=1.0, top_p=1.0,
         top_k=0, generation_kwargs={} if checkpoint else {"min_new_tokens": NEW}, learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        weight_decay=0.0, max_grad_norm=1.0, logging_steps=10**6, seed=0, dataloader_pin_memory=False,
+        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_steps=10**6, seed=0,
+        dataloader_pin_memory=False,
     )  # fmt: skip
 
     class TakeTurns(TrainerCallback):
@@ -302,13 +302,13 @@ def child(part, side, threads, checkpoint):
         if not sys.stdin.readline():
             os._exit(0)
 
-    if part in ("rl_step", "rl_step_natural") and side == "peer":
-        peer_rl_steps(turn, checkpoint if part == "rl_step_natural" else None)
+    if part.startswith("rl_step") and side == "peer":
+        peer_rl_steps(turn, checkpoint)
     run = {
-        "sample_forced": lambda: sampling(side, None, True),
-        "sample_natural": lambda: sampling(side, checkpoint, False),
+        "sample_forced": lambda: sampling(side, checkpoint),
+        "sample_natural": lambda: sampling(side, checkpoint),
         "logprobs_fwd_bwd": lambda: logprobs(side),
-        "rl_step": lambda: our_rl_step(None),
+        "rl_step": lambda: our_rl_step(checkpoint),
         "rl_step_natural": lambda: our_rl_step(checkpoint),
         "moe_e64_over_e8": lambda: moe(64 if side == "ours" else 8),
     }[part]()
@@ -448,7 +448,7 @@ def main():
         for part in parts:
             if part != "default_run":
                 print(f"{part} ...", file=sys.stderr)
-                rows += bench(part, args.pairs, args.threads, args.checkpoint)
+                rows += bench(part, args.pairs, args.threads, args.checkpoint if part.endswith("natural") else None)
     print(" | ".join(rows[0]))
     for r in rows:
         print(" | ".join(str(value) for value in r.values()))
