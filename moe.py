@@ -11,7 +11,7 @@ Letters: N tokens, C model width, F expert width, E experts, K experts per token
 Routing replay (section 5.3 of arXiv 2507.18071): the experts to use are given, as the sampler recorded them. Only the
 choice is replayed. The gate weights are computed from the current router, which so keeps its gradient.
 
-To copy: this file needs nothing but torch.
+To copy: this file needs nothing but torch. To see routing and replay on eight tokens: `python moe.py`.
 """
 
 import torch
@@ -66,7 +66,10 @@ def looped_experts(x, routes, gates, w_in, w_out):
 
 
 def grouped_experts(x, routes, gates, w_in, w_out):
-    """The same by sorting: rows of one expert become neighbours, and two grouped matrix products do all experts."""
+    """The same by sorting: rows of one expert become neighbours, and two grouped matrix products do all experts.
+
+    experts of 3 tokens, K = 2:  2 0 | 1 2 | 0 1   sorted:  0 0 | 1 1 | 2 2   of the tokens  0 2 | 1 2 | 0 1
+    """
     k = routes.size(1)
     experts, order = routes.flatten().sort(stable=True)  # (N*K,)
     token = order // k
@@ -76,16 +79,6 @@ def grouped_experts(x, routes, gates, w_in, w_out):
     y = F.grouped_mm(F.silu(gate) * up, w_out, offs=ends)  # (N*K, C)
     y = y * gates.flatten().index_select(0, order)[:, None]
     return torch.zeros_like(x).index_add(0, token, y)
-
-
-def can_group(*weights):
-    """Whether `F.grouped_mm` takes these, without a wait for the device: torch 2.10 or newer, float32 on a CPU or
-    bfloat16 on a CPU or an NVIDIA GPU, rows of a multiple of 16 bytes."""
-    kinds = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
-    return hasattr(F, "grouped_mm") and all(
-        (w.device.type, w.dtype) in kinds and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])
-        for w in weights
-    )
 
 
 def expert_load(routes, experts):
@@ -101,3 +94,28 @@ def load_balance_loss(probs, routes):
     It belongs into the warm start. In RL it is off: the reward does not ask for it.
     """
     return probs.size(1) * (expert_load(routes, probs.size(1)) * probs.mean(0)).sum()
+
+
+def can_group(*weights):
+    """Whether `F.grouped_mm` takes these, without a wait for the device: torch 2.10 or newer, float32 on a CPU or
+    bfloat16 on a CPU or an NVIDIA GPU, rows of a multiple of 16 bytes."""
+    kinds = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+    return hasattr(F, "grouped_mm") and all(
+        (w.device.type, w.dtype) in kinds and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])
+        for w in weights
+    )
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    layer, x = MoE(width=16, experts=8, experts_per_token=2, expert_width=16), torch.randn(8, 16)
+    _, sampled, probs = layer(x)
+    layer.router.data += 0.1 * torch.randn(8, 16)  # as training would move it
+    _, routed, moved = layer(x)
+    _, replayed, _ = layer(x, sampled)  # the same choice, gates of the router as it is now
+    print("experts and gates\ntoken | as sampled       | router moved     | moved, replayed")
+    for token in range(8):
+        runs = (sampled, probs), (routed, moved), (replayed, moved)
+        experts_and_gates = [(routes[token], p[token, routes[token]]) for routes, p in runs]
+        cells = ["{} {}   {:.2f} {:.2f}".format(*experts, *(g / g.sum())) for experts, g in experts_and_gates]
+        print(f"{token:5} |", " | ".join(cells))

@@ -3,6 +3,9 @@
 
 import contextlib
 import csv
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +39,8 @@ def hand_batch(dtype=torch.float64):
     return {name: torch.tensor(value, dtype=dtype) for name, value in HAND.items()}
 
 
-def random_batch(seed, rows=6, tokens=7, dtype=torch.float64, spread=0.3):
-    """Rows of different lengths, the last one full, the first one of a single token."""
+def random_batch(seed, rows=6, tokens=7, dtype=torch.float64, spread=0.3, per_token=False):
+    """Rows of different lengths, the last one full, the first one of a single token. Advantages (B,) or (B, T)."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
     lengths[0], lengths[-1] = 1, tokens
@@ -45,9 +48,17 @@ def random_batch(seed, rows=6, tokens=7, dtype=torch.float64, spread=0.3):
     return {
         "logprobs": (old + spread * torch.randn(rows, tokens, generator=g, dtype=torch.float64)).to(dtype),
         "old_logprobs": old.to(dtype),
-        "advantages": torch.randn(rows, generator=g, dtype=torch.float64).to(dtype),
+        "advantages": torch.randn((rows, tokens)[: 1 + per_token], generator=g, dtype=torch.float64).to(dtype),
         "mask": (torch.arange(tokens) < lengths[:, None]).to(dtype),
     }
+
+
+def response(log_ratios, advantage, per_token=False):
+    """A batch of one response with these log-ratios, without padding."""
+    log_ratios = torch.tensor([log_ratios], dtype=torch.float64)
+    old = torch.zeros_like(log_ratios)
+    advantages = torch.full(old.shape[: 1 + per_token], float(advantage), dtype=torch.float64)
+    return {"logprobs": log_ratios, "old_logprobs": old, "advantages": advantages, "mask": old + 1}
 
 
 def value_and_grad(loss, batch, **options):
@@ -57,6 +68,18 @@ def value_and_grad(loss, batch, **options):
     value, metrics = loss(logprobs, **batch, **options)
     value.backward()
     return value.detach(), logprobs.grad, metrics
+
+
+def assert_same(one, other, rows=slice(None), rtol=0.0, atol=0.0):
+    """Of two results of `value_and_grad`: the same value, gradient (of these rows of the other) and metrics."""
+    for a, b in ((one[0], other[0]), (one[1], other[1][rows]), (one[2], other[2])):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def run_alone(file, folder):
+    """What a file of ours prints as a program, copied without the others into an empty folder."""
+    shutil.copy(Path(__file__).parents[1] / file, folder)
+    return subprocess.run([sys.executable, file], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 @contextlib.contextmanager

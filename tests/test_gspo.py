@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""GSPO, and all that holds for both objectives: peers' vectors, clipping, padding, precision, splitting."""
+"""The objectives: by hand, by closed form, against peers; clipping, padding, precision, splitting."""
 
 import json
 import math
@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import UNCLIPPED, hand_batch, random_batch, value_and_grad, window
+from cases import UNCLIPPED, assert_same, hand_batch, random_batch, response, run_alone, value_and_grad, window
 
 from grpo import grpo_loss
-from gspo import gspo_loss
+from gspo import gspo_loss, gspo_token_loss
 
 LOSSES = {"gspo": gspo_loss, "grpo": grpo_loss}
 PEERS = json.loads((Path(__file__).parent / "data" / "peer_losses.json").read_text(encoding="utf-8"))
-both = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+each = pytest.mark.parametrize("loss", [gspo_loss, grpo_loss, gspo_token_loss])
+
+
+def make(loss, seed, **options):
+    return random_batch(seed, per_token=loss is gspo_token_loss, **options)
+
+
+def single(loss, log_ratios, advantage):
+    return response(log_ratios, advantage, per_token=loss is gspo_token_loss)
 
 
 @pytest.mark.parametrize("case", range(len(PEERS)))
@@ -31,210 +39,171 @@ def test_equals_what_trl_and_verl_print(case):
         assert metrics["clip_frac"].item() == pytest.approx(expected["clip_frac"], abs=1e-7)
 
 
-# GSPO by hand and by closed form
+# By hand and by closed form
 
 
 @pytest.mark.parametrize(
-    "options, expected",
-    [(UNCLIPPED, -0.0257650528), ({}, 0.0261177295), (window(0.05, 0.06), -0.0012072705)],
-    ids=["unclipped", "default", "wide"],
+    "loss, options, expected",
+    [
+        (gspo_loss, UNCLIPPED, -0.0257650528),
+        (gspo_loss, {}, 0.0261177295),
+        (gspo_loss, window(0.05, 0.06), -0.0012072705),
+        (grpo_loss, UNCLIPPED, -0.0301353065),
+        (grpo_loss, {}, -0.0301353065),
+        (grpo_loss, window(0.05, 0.06), 0.0225833750),
+    ],
 )
-def test_hand_computed_loss(options, expected):
-    value, _, _ = value_and_grad(gspo_loss, hand_batch(), **options)
+def test_hand_computed_loss(loss, options, expected):
+    value, _, _ = value_and_grad(loss, hand_batch(), **options)
     assert value.item() == pytest.approx(expected, abs=5e-11)  # ten decimals were computed by hand
 
 
-def test_hand_computed_metrics():
-    metrics = value_and_grad(gspo_loss, hand_batch())[2]
-    s = [1.06893911, 0.86070798, 1.10517092, 1.0]
-    logs = [math.log(x) for x in s]
-    mean = sum(logs) / 4
-    # row 0 (advantage 1, s above 1.0004, 3 tokens) and row 1 (advantage -1, s below 0.9997, 2 tokens), of 9 tokens
-    assert metrics["clip_frac_high"].item() == pytest.approx(3 / 9)
-    assert metrics["clip_frac_low"].item() == pytest.approx(2 / 9)
-    assert metrics["clip_frac"].item() == pytest.approx(5 / 9)
-    assert metrics["ratio_mean"].item() == pytest.approx(sum(s) / 4)
-    assert metrics["ratio_min"].item() == pytest.approx(min(s))
-    assert metrics["ratio_max"].item() == pytest.approx(max(s))
-    assert metrics["seq_log_ratio_std"].item() == pytest.approx((sum((x - mean) ** 2 for x in logs) / 4) ** 0.5)
+@pytest.mark.parametrize("loss, options", [(gspo_loss, {}), (grpo_loss, window(0.05, 0.06))])
+def test_hand_computed_metrics(loss, options):
+    metrics = value_and_grad(loss, hand_batch(), **options)[2]
+    tokens, rows = [0.2, 0.1, -0.1, -0.2, -0.1, 0.1, -0.1, 0.2, -0.1], [0.2 / 3, -0.15, 0.1, 0.0]  # log-ratios
+    ratios = [math.exp(x) for x in (rows if loss is gspo_loss else tokens)]
+    # Of 9 tokens, advantages + + + - - - + + +. GSPO clips row 0 (3 tokens) above and row 1 (2 tokens) below; GRPO the
+    # 3 tokens of e^.1 or e^.2 with a positive advantage above, the 2 of e^-.1 or e^-.2 with a negative one below.
+    expected = {"clip_frac_high": 3 / 9, "clip_frac_low": 2 / 9, "clip_frac": 5 / 9}
+    expected |= {"ratio_mean": sum(ratios) / len(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+    for name, logs in (("log_ratio_std", tokens), ("seq_log_ratio_std", rows)):
+        expected[name] = (sum((x - sum(logs) / len(logs)) ** 2 for x in logs) / len(logs)) ** 0.5
+    expected["approx_kl"] = sum(math.exp(x) - 1 - x for x in tokens) / 9
+    assert {name: m.item() for name, m in metrics.items()} == pytest.approx(expected)
     assert all(not m.requires_grad and m.dim() == 0 for m in metrics.values())
 
 
-def test_gradient_is_equation_10():
-    """d loss / d log pi(y_it) = - s_i A_i / (G |y_i|), the same for all tokens of a response."""
-    b = random_batch(1)
-    _, grad, _ = value_and_grad(gspo_loss, b, **UNCLIPPED)
+@each
+def test_gradient_is_equation_10_or_12_or_17(loss):
+    """d loss / d log pi(y_it) = - ratio A / (G |y_i|): s_i A_i for GSPO, w_it A_i for GRPO, s_i A_it for GSPO-token."""
+    b = make(loss, 1)
     length = b["mask"].sum(1, keepdim=True)
-    s = (((b["logprobs"] - b["old_logprobs"]) * b["mask"]).sum(1, keepdim=True) / length).exp()
-    expected = -s * b["advantages"][:, None] * b["mask"] / length / 6
-    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=0)
+    log_ratio = (b["logprobs"] - b["old_logprobs"]) * b["mask"]
+    ratio = (log_ratio if loss is grpo_loss else log_ratio.sum(1, keepdim=True) / length).exp()
+    expected = -ratio * b["advantages"].view(6, -1) * b["mask"] / length / 6
+    torch.testing.assert_close(value_and_grad(loss, b, **UNCLIPPED)[1], expected, rtol=1e-12, atol=0)
 
 
-def test_gspo_token_equals_gspo_when_advantages_do():
-    for seed, options in enumerate([UNCLIPPED, {}, window(0.1, 0.1)]):
-        b = random_batch(seed)
-        spread_out = b | {"advantages": b["advantages"][:, None].expand(6, 7).clone()}
-        one, other = value_and_grad(gspo_loss, b, **options), value_and_grad(gspo_loss, spread_out, **options)
-        for x, y in ((one[0], other[0]), (one[1], other[1]), *((one[2][k], other[2][k]) for k in one[2])):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize("options", [UNCLIPPED, {}, window(0.1, 0.1)], ids=["unclipped", "default", "wide"])
+def test_gspo_token_equals_gspo_when_advantages_do(options):
+    b = random_batch(2)
+    spread_out = b | {"advantages": b["advantages"][:, None].expand(6, 7)}
+    one, other = value_and_grad(gspo_loss, b, **options), value_and_grad(gspo_token_loss, spread_out, **options)
+    assert_same(one, other, rtol=1e-12, atol=1e-15)
 
 
-def test_gspo_token_gradient_is_equation_17():
-    """With different advantages in a row, each token has its own: - s_i A_it / (G |y_i|)."""
-    b = random_batch(3)
-    b["advantages"] = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    _, grad, _ = value_and_grad(gspo_loss, b, **UNCLIPPED)
-    length = b["mask"].sum(1, keepdim=True)
-    s = (((b["logprobs"] - b["old_logprobs"]) * b["mask"]).sum(1, keepdim=True) / length).exp()
-    torch.testing.assert_close(grad, -s * b["advantages"] * b["mask"] / length / 6, rtol=1e-12, atol=0)
-
-
-def test_only_the_sum_over_a_row_matters_to_gspo():
-    b = random_batch(4)
-    shift = torch.zeros_like(b["logprobs"])
-    shift[-1, 0], shift[-1, 3], shift[-1, 5] = 0.4, -0.3, -0.1
-    moved = b | {"logprobs": b["logprobs"] + shift}
-    gspo = [value_and_grad(gspo_loss, x, **UNCLIPPED)[0] for x in (b, moved)]
-    grpo = [value_and_grad(grpo_loss, x, **UNCLIPPED)[0] for x in (b, moved)]
-    torch.testing.assert_close(gspo[0], gspo[1], rtol=1e-12, atol=0)
-    assert (grpo[0] - grpo[1]).abs() > 1e-5
-
-
-# Both
-
-
-def test_on_policy_gradients_are_equal():
+def test_gspo_and_grpo_agree_on_policy_and_on_one_token_responses():
     b = random_batch(5)
-    b["old_logprobs"] = b["logprobs"].clone()
-    gspo, grpo = value_and_grad(gspo_loss, b), value_and_grad(grpo_loss, b)
-    torch.testing.assert_close(gspo[1], grpo[1], rtol=1e-12, atol=0)
-    torch.testing.assert_close(gspo[0], grpo[0], rtol=1e-12, atol=1e-15)
-    assert gspo[2]["clip_frac"] == grpo[2]["clip_frac"] == 0
+    for batch in (b | {"old_logprobs": b["logprobs"]}, random_batch(6, tokens=1)):
+        one, other = (value_and_grad(loss, batch, **window(0.1, 0.2)) for loss in (gspo_loss, grpo_loss))
+        assert_same(one, other, rtol=1e-12, atol=1e-15)
 
 
-def test_one_token_responses_make_them_equal():
-    b = random_batch(6, tokens=1)
-    for options in (UNCLIPPED, window(0.1, 0.2)):
-        gspo, grpo = value_and_grad(gspo_loss, b, **options), value_and_grad(grpo_loss, b, **options)
-        torch.testing.assert_close(gspo[:2], grpo[:2], rtol=1e-12, atol=0)
+def test_the_programs_show_what_each_objective_clips(tmp_path):
+    first, second = (
+        [[cell.split() for cell in line.split("|")] for line in run_alone(file, tmp_path).splitlines()[1:]]
+        for file in ("gspo.py", "grpo.py")
+    )
+    assert second[0] == [["1.000"], ["1.350", "0.980", "0.748", "1.010"], ["0.000", "0.980", "0.748", "1.010"]]
+    assert [row[:3] for row in first] == second  # the one line of GRPO in gspo.py does as grpo.py does
+    assert first[0][3:] == [["1.000"], ["1.000"] * 4] and first[1][3:] == [["1.010"], ["0.000"] * 4]
 
 
-@both
-@pytest.mark.parametrize("options", [UNCLIPPED, window(0.1, 0.15)], ids=["unclipped", "clipped"])
-def test_gradient_by_finite_differences(loss, options):
-    b = random_batch(7)
-
-    def f(logprobs):
-        return loss(logprobs, b["old_logprobs"], b["advantages"], b["mask"], **options)[0]
-
-    assert torch.autograd.gradcheck(f, b["logprobs"].clone().requires_grad_(), eps=1e-7, atol=1e-7, nondet_tol=0)
+# Clipping
 
 
-@both
-@pytest.mark.parametrize(
-    "ratio, advantage, clipped",
-    [(1.5, 1, "high"), (1.5, -1, None), (0.5, 1, None), (0.5, -1, "low")],
-    ids=["up+", "up-", "down+", "down-"],
-)
+@each
+@pytest.mark.parametrize("ratio, advantage, clipped", [(1.5, 1, "high"), (1.5, -1, ""), (0.5, 1, ""), (0.5, -1, "low")])
 def test_the_four_corners_of_clipping(loss, ratio, advantage, clipped):
     """Clipped is only what has already gone where the advantage pushes it: above with A > 0, below with A < 0."""
-    batch = {
-        "logprobs": torch.full((1, 2), math.log(ratio), dtype=torch.float64),
-        "old_logprobs": torch.zeros(1, 2, dtype=torch.float64),
-        "advantages": torch.tensor([float(advantage)], dtype=torch.float64),
-        "mask": torch.ones(1, 2),
-    }
-    value, grad, metrics = value_and_grad(loss, batch, **window(0.2, 0.3))
-    bound = {"high": 1.3, "low": 0.8, None: ratio}[clipped]
-    assert value.item() == pytest.approx(-bound * advantage)
-    assert (grad == 0).all() == (clipped is not None)
-    assert metrics["clip_frac_high"].item() == (clipped == "high")
-    assert metrics["clip_frac_low"].item() == (clipped == "low")
-    assert metrics["clip_frac"].item() == (clipped is not None)
+    value, grad, metrics = value_and_grad(loss, single(loss, [math.log(ratio)] * 2, advantage), **window(0.2, 0.3))
+    assert value.item() == pytest.approx(-advantage * {"high": 1.3, "low": 0.8, "": ratio}[clipped])
+    assert (grad == 0).all() == bool(clipped)
+    assert metrics["clip_frac_high"] == (clipped == "high") and metrics["clip_frac_low"] == (clipped == "low")
+    assert metrics["clip_frac"] == bool(clipped)
 
 
-@both
+@pytest.mark.parametrize("loss, between", [(gspo_loss, 3.5e-4), (gspo_token_loss, 3.5e-4), (grpo_loss, 0.235)])
+def test_the_default_windows_lower_half_is_the_narrow_one(loss, between):
+    for advantage, clipped in ((1, False), (-1, True)):
+        _, grad, metrics = value_and_grad(loss, single(loss, [math.log(1 + advantage * between)] * 2, advantage))
+        assert (grad == 0).all() == clipped and metrics["clip_frac"] == clipped
+
+
+def clamp_of_torch_2_14(x, min=None, max=None, clamp=torch.Tensor.clamp):
+    """Its gradient is 0 on the bounds as well."""
+    return clamp(x, min, max) if max is None else torch.where((min < x) & (x < max), x, clamp(x.detach(), min, max))
+
+
+@each
+@pytest.mark.parametrize("clamp", [torch.Tensor.clamp, clamp_of_torch_2_14])
 @pytest.mark.parametrize("advantage, edge", [(1.0, 1.5), (-1.0, 0.5)])
-def test_the_boundary_keeps_its_gradient(loss, advantage, edge):
-    logprobs = torch.tensor([[math.log(edge)]], dtype=torch.float64)
-    ratio = logprobs.exp().item()  # the window's edge is put exactly where the ratio is
-    batch = {
-        "logprobs": logprobs,
-        "old_logprobs": torch.zeros(1, 1, dtype=torch.float64),
-        "advantages": torch.tensor([advantage], dtype=torch.float64),
-        "mask": torch.ones(1, 1),
-    }
-    _, grad, metrics = value_and_grad(loss, batch, **window(1 - ratio if edge < 1 else 9, ratio - 1 if edge > 1 else 9))
-    assert grad.item() == pytest.approx(-ratio * advantage)
-    assert metrics["clip_frac"] == 0
+def test_the_boundary_keeps_its_gradient(loss, advantage, edge, clamp, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "clamp", clamp)
+    batch = single(loss, [math.log(edge)], advantage)
+    ratio = batch["logprobs"].exp().item()  # the window's edge is put exactly where the ratio is
+    options = window(1 - ratio, 9) if edge < 1 else window(9, ratio - 1)
+    _, grad, metrics = value_and_grad(loss, batch, **options)
+    assert grad.item() == pytest.approx(-ratio * advantage) and metrics["clip_frac"] == 0
 
 
-@both
+# Padding, precision, splitting
+
+
+@each
 @pytest.mark.parametrize("junk", [1e4, -1e4, float("inf"), -float("inf"), float("nan")])
 def test_padding_changes_nothing_bit_for_bit(loss, junk):
-    for per_token in (False, True):
-        b = random_batch(8, dtype=torch.float32)
-        if per_token:
-            b["advantages"] = b["advantages"][:, None].expand(6, 7).clone()
-        clean = value_and_grad(loss, b)
-        pad = b["mask"] == 0
-        for name in ("logprobs", "old_logprobs", *(["advantages"] if per_token else [])):
-            dirty = b | {name: b[name].masked_fill(pad, junk)}
-            got = value_and_grad(loss, dirty)
-            assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
-            assert all(torch.equal(got[2][k], clean[2][k]) for k in clean[2])
-        wider = {k: torch.nn.functional.pad(v, (0, 3), value=junk) if v.dim() == 2 else v for k, v in b.items()}
-        wider["mask"] = torch.nn.functional.pad(b["mask"], (0, 3))
-        got = value_and_grad(loss, wider)
-        torch.testing.assert_close(got[0], clean[0], rtol=1e-6, atol=1e-7)
-        assert (got[1][:, 7:] == 0).all()
+    b = make(loss, 8, dtype=torch.float32)
+    b["mask"][-1, 2] = 0  # a gap, as where a tool's answer stands
+    clean = value_and_grad(loss, b)
+    for name in ("logprobs", "old_logprobs", *(["advantages"] if loss is gspo_token_loss else [])):
+        assert_same(value_and_grad(loss, b | {name: b[name].masked_fill(b["mask"] == 0, junk)}), clean)
 
 
-@both
-def test_fully_masked_rows_add_nothing_and_are_not_counted(loss):
-    b = random_batch(9)
-    empty = {k: torch.cat([v, v[:2]]) for k, v in b.items()}
+@each
+@pytest.mark.parametrize("shift", [2.0, -2.0])  # all ratios above 1, or below: the 1 of padding must not show
+def test_fully_masked_rows_add_nothing_and_are_not_counted(loss, shift):
+    b = make(loss, 9)
+    b["logprobs"] += shift
+    empty = {k: torch.cat([v, torch.full_like(v[:2], float("nan"))]) for k, v in b.items()}
     empty["mask"][6:] = 0
-    empty["advantages"][6:] = float("nan")
-    empty["logprobs"][6:] = float("inf")
-    one, other = value_and_grad(loss, b), value_and_grad(loss, empty)
-    torch.testing.assert_close(one[0], other[0], rtol=1e-12, atol=0)
-    torch.testing.assert_close(one[1], other[1][:6], rtol=1e-12, atol=0)
+    other = value_and_grad(loss, empty)
+    assert_same(value_and_grad(loss, b), other, rows=slice(6), rtol=1e-12)
     assert (other[1][6:] == 0).all()
-    nothing = b | {"mask": torch.zeros_like(b["mask"])}
-    value, grad, _ = value_and_grad(loss, nothing)
+    assert other[2]["ratio_min"] > 1 if shift > 0 else other[2]["ratio_max"] < 1
+    value, grad, _ = value_and_grad(loss, b | {"mask": torch.zeros_like(b["mask"])})
     assert value == 0 and (grad == 0).all()
 
 
-@both
-@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
-def test_extreme_ratios_stay_finite(loss, log_ratio):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for sign in (1, -1):
-            b = random_batch(10, dtype=dtype)
-            b["logprobs"] = b["old_logprobs"] + log_ratio
-            b["advantages"] = b["advantages"].abs() * sign
-            value, grad, metrics = value_and_grad(loss, b, **UNCLIPPED)
-            assert value.isfinite() and grad.isfinite().all()
-            assert all(m.isfinite() for m in metrics.values())
+@each
+def test_the_cap_is_20_and_for_gspo_comes_after_the_mean(loss):
+    value, _, metrics = value_and_grad(loss, single(loss, [30.0, -10.0], 1), **UNCLIPPED)
+    tokens = (math.exp(20) + math.exp(-10)) / 2
+    assert value.item() == pytest.approx(-tokens if loss is grpo_loss else -math.exp(10))
+    assert metrics["log_ratio_std"].item() == pytest.approx(15) and metrics["seq_log_ratio_std"] == 0
+    assert metrics["approx_kl"].item() == pytest.approx(tokens - 1 - (20 - 10) / 2, rel=1e-12)
+    for log_ratio in (100.0, -100.0):
+        for dtype in (torch.float32, torch.bfloat16):
+            batch = {k: v.to(dtype) for k, v in single(loss, [log_ratio] * 2, -1).items()}
+            value, grad, metrics = value_and_grad(loss, batch, **UNCLIPPED)
+            assert value.item() == pytest.approx(math.exp(math.copysign(20, log_ratio)))
+            assert all(x.isfinite().all() for x in (grad, *metrics.values()))
 
 
-@both
+@each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_equal_their_upcast(loss, dtype):
-    b = random_batch(11, dtype=dtype, spread=0.01)
-    up = {k: v.float() for k, v in b.items()}
-    low, high = value_and_grad(loss, b), value_and_grad(loss, up)
-    assert low[0].dtype == torch.float32
-    assert torch.equal(low[0], high[0])
-    assert torch.equal(low[1], high[1].to(dtype))
-    assert all(torch.equal(low[2][k], high[2][k]) for k in low[2])
+    b = make(loss, 11, dtype=dtype, spread=0.01)
+    value, grad, metrics = value_and_grad(loss, {k: v.float() for k, v in b.items()})
+    assert value.dtype == torch.float32
+    assert_same(value_and_grad(loss, b), (value, grad.to(dtype), metrics))
 
 
-@both
-@pytest.mark.parametrize("sizes", [(1, 5), (3, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1)])
+@each
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1)])
 def test_any_split_adds_up_to_the_whole(loss, sizes):
-    b = random_batch(12)
+    b = make(loss, 12)
     b["mask"][2] = 0  # counted neither in the whole nor in a part
     whole = value_and_grad(loss, b, **window(0.1, 0.1))
     parts = [dict(zip(b, rows)) for rows in zip(*(v.split(sizes) for v in b.values()))]
@@ -243,57 +212,33 @@ def test_any_split_adds_up_to_the_whole(loss, sizes):
     torch.testing.assert_close(torch.cat([r[1] for r in results]), whole[1], rtol=1e-12, atol=1e-15)
 
 
-@both
-def test_permuting_rows_permutes_the_gradient(loss):
-    b = random_batch(13)
-    order = torch.tensor([4, 2, 0, 5, 1, 3])
-    one, other = value_and_grad(loss, b), value_and_grad(loss, {k: v[order] for k, v in b.items()})
-    torch.testing.assert_close(one[0], other[0], rtol=1e-12, atol=1e-15)
-    assert torch.equal(one[1][order], other[1])
+# What comes in
 
 
-@both
-def test_length_does_not_weigh(loss):
-    """A response of constant ratio counts the same however long it is: mean of sequence means, not of tokens."""
-    b = {
-        "logprobs": torch.full((2, 50), 0.1, dtype=torch.float64),
-        "old_logprobs": torch.zeros(2, 50, dtype=torch.float64),
-        "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64),
-        "mask": torch.ones(2, 50),
-    }
-    b["mask"][0, 1:] = 0
-    assert value_and_grad(loss, b, **UNCLIPPED)[0].item() == pytest.approx(0, abs=1e-12)
+@each
+def test_no_gradient_reaches_the_old_policy_or_the_advantages(loss):
+    b = {k: v.requires_grad_(k != "mask") for k, v in make(loss, 14).items()}
+    loss(**b)[0].backward()
+    assert b["old_logprobs"].grad is None and b["advantages"].grad is None and b["logprobs"].grad is not None
 
 
-@both
-def test_no_gradient_reaches_the_old_policy(loss):
-    b = random_batch(14)
-    for name in ("old_logprobs", "advantages"):
-        b[name] = b[name].clone().requires_grad_()
-    logprobs = b.pop("logprobs").requires_grad_()
-    loss(logprobs, **b)[0].backward()
-    assert b["old_logprobs"].grad is None and b["advantages"].grad is None and logprobs.grad is not None
-
-
-@both
+@each
 def test_shapes_that_do_not_fit_say_so(loss):
-    b = random_batch(15)
-    for name, wrong in (
-        ("advantages", torch.zeros(6, 1)),
-        ("advantages", torch.zeros(7)),
-        ("mask", torch.ones(6, 1)),
-        ("old_logprobs", torch.zeros(7, 6)),
+    b, per_token = make(loss, 15), loss is gspo_token_loss
+    message = r"must be \(B, T\), advantages " + (r"\(B, T\)" if per_token else r"\(B,\)")
+    wrong_advantages = [torch.zeros(shape) for shape in ((6,) if per_token else (6, 7), (6, 1), (7,), ())]
+    for change in (
+        *({"advantages": wrong} for wrong in wrong_advantages),
+        {"mask": torch.ones(6, 1)},
+        {"old_logprobs": torch.zeros(7, 6)},
+        {k: torch.zeros(3) for k in b},
     ):
-        with pytest.raises(ValueError, match=r"\(B, T\)"):
-            loss(**(b | {name: wrong}))
-    with pytest.raises(ValueError, match=r"\(B, T\)"):
-        loss(torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3))
+        with pytest.raises(ValueError, match=message):
+            loss(**(b | change))
 
 
-def test_integer_and_bool_masks():
-    b = random_batch(16)
-    for loss in LOSSES.values():
-        values = [
-            value_and_grad(loss, b | {"mask": b["mask"].to(t)})[0] for t in (torch.int64, torch.bool, torch.float32)
-        ]
-        assert values[0] == values[1] == values[2]
+@each
+def test_integer_and_bool_masks(loss):
+    b = make(loss, 16)
+    for dtype in (torch.int64, torch.bool, torch.float32):
+        assert_same(value_and_grad(loss, b | {"mask": b["mask"].to(dtype)}), value_and_grad(loss, b))

@@ -10,7 +10,7 @@ from cases import fake_gpu
 import model as model_module
 import moe
 from grpo import grpo_loss
-from gspo import gspo_loss
+from gspo import gspo_loss, gspo_token_loss
 from model import ModelConfig, Transformer, checkpoint, load_model, score, token_logprobs
 
 SMALL = dict(
@@ -216,11 +216,10 @@ def test_forward_backward_and_losses_stay_on_the_device(dtype, monkeypatch):
             x = torch.randint(0, 30, (4, 9))
             old, mask, advantages = torch.zeros(4, 9), torch.ones(4, 9, dtype=torch.bool), torch.randn(4, 9)
         logprobs, _, _ = score(m, x, [(2, 9), (3, 5), (1, 7), (4, 6)])
-        for loss in (gspo_loss, grpo_loss):
-            for a in (advantages[:, 0], advantages):
-                value, metrics = loss(logprobs, old, a, mask)
-                value.backward(retain_graph=True)
-                assert all(v.device == device for v in metrics.values())
+        for loss, a in ((gspo_loss, advantages[:, 0]), (grpo_loss, advantages[:, 0]), (gspo_token_loss, advantages)):
+            value, metrics = loss(logprobs, old, a, mask)
+            value.backward(retain_graph=True)
+            assert all(v.device == device for v in metrics.values())
         assert all(p.grad.device == device for p in m.parameters())
         token_logprobs(m, x, routes=m(x)[1])
         with pytest.raises(RuntimeError, match="device"):  # the check checks
