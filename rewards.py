@@ -1,239 +1,140 @@
 # SPDX-License-Identifier: MIT
-"""Verifiable maths: problems with worked solutions, and the checking of answers. Standard library only.
+r"""Verifiable maths: the checking of answers, then problems with worked solutions. Standard library only.
 
-A reward that can be tricked will be tricked: RL searches for the hole. Hence the rules of this file:
-  - work is bounded before anything is parsed (length, digits, exponent), rather than timed;
-  - only literal numbers count, read by our own [0-9] patterns and compared as exact `Fraction`s. Nothing is ever
-    evaluated by `eval` or a computer algebra system, no text goes through `float()`, and no Unicode is folded
-    (NFKC would turn "5 squared" written with a superscript into 52);
-  - what is not understood as exactly one number is no answer; nothing is repaired, guessed or cut to fit.
-
-The three `*_reward` functions follow the calling convention of TRL's reward functions: lists in, list out, further
-columns as keyword arguments. To copy: this file needs nothing but Python.
+A reward that can be tricked will be tricked: RL searches for the hole. Hence one principle: an answer is exactly one
+literal number, with a few things allowed around it: `[x =] [sign] [currency] number [% | unit]`. Whatever is not that
+is no answer. This denies a right answer now and then; but a policy can learn a rule, as it can learn the holes in a
+list of exceptions. Work is bounded before anything is parsed. Numbers are exact `Fraction`s, read by [0-9] patterns:
+nothing goes through `eval` or `float`, and no Unicode is folded (NFKC would turn 5² into 52). The `*_reward` functions
+are called as TRL calls them. To try: python rewards.py "so \boxed{12}" 12
 """
 
 import ast
 import hashlib
 import re
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import add, mul, neg, pos, sub, truediv
 
 MAX_ANSWER = 200  # characters of an answer, or of an arithmetic expression, that we are willing to parse
-MAX_DIGITS = 60  # digits in a row
-MAX_EXPONENT = 60  # of ten, in 1e60
-MAX_COMPLETION_TAIL = 2000  # characters in which the fallback looks for the last number
+TASKS = {"chain-sum": range(2, 11), "countdown": range(3, 5)}  # task: how many numbers a problem may have
+EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "3 5 8 = 25"}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the answer stands
-
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
-_ANSWER_IS = re.compile(r"\banswer[*_]{0,3}\s{0,9}(?:is\b[*_]{0,3}\s{0,9}:?|:|=)(?:[*_]{1,3}(?=\s))?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.?;](?=\s|$)|\n")
+_END_OF_TURN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>")  # <|im_end|> and the like
+_MARKER = re.compile(r"####|\banswer[*_]*\s*(?:is\b[*_]*\s*:?|[:=])(?:[*_]+(?=\s))?(?:\s*(?:\\\[|\$\$)\s*\n)?", re.I)
+_WITH_DIGIT = re.compile(r"(?<![^\s=])(?:[+-]?[0-9]+ (?=[0-9]+/[0-9]))?[^\s=]*[0-9][^\s=]*")  # 1 1/4 is one
+_SENTENCE_END = re.compile(r"\.(?=[*_]*(?:\s+[^\s0-9]|\s*$))|\n")
 
 
 def extract_answer(completion, *, fallback=False):
-    """The text of the final answer in a completion, or None.
+    r"""The text of the final answer in a completion (a string, or messages as in TRL), or None.
 
-    Only what follows the last </think> is read; an unclosed <think> gives nothing. Then the first of these markers
-    that occurs at all, at its last occurrence: a complete <answer>...</answer>, a brace-matched \\boxed{...} or
-    \\fbox{...}, the line after ####, the sentence after "answer is" or "answer:". A last marker that is empty or
-    unterminated gives nothing, rather than an earlier one. `fallback=True`: without any marker, the last number.
+    Only the text after the last </think> counts; an unclosed <think> gives nothing. The first kind of marker to occur
+    is taken, at its last occurrence: <answer>...</answer>; \boxed{...} or \fbox{...}; the sentence after ####, "answer
+    is" or "answer:". If it is empty or unterminated there is no answer. fallback: without any marker, the last number.
     """
-    text = completion.rsplit("</think>", 1)[-1]
+    text = _text(completion).rsplit("</think>", 1)[-1]
     if "<think>" in text:
         return None
     if "<answer>" in text:
         answer, closed, _ = text.rsplit("<answer>", 1)[1].partition("</answer>")
-        return _filled(answer) if closed else None
-    boxes = list(_BOX.finditer(text))
-    if boxes:
-        # \boxed{\boxed{5}}: the last box stands inside another one, which is fine, since it is its whole content.
-        return _filled(_braced(text, boxes[-1].end()))
-    if "####" in text:
-        return _filled(text.rsplit("####", 1)[1].split("\n", 1)[0])
-    markers = list(_ANSWER_IS.finditer(text))
-    if markers:
-        return _filled(_SENTENCE_END.split(text[markers[-1].end() :], maxsplit=1)[0])
-    return _last_number(text) if fallback else None
-
-
-def _last_number(text):
-    """The last word with a digit in it, with the integer before it if the two make a mixed number."""
-    words = text[-MAX_COMPLETION_TAIL:].split()
-    while words:
-        word = words.pop().rsplit("=", 1)[-1].strip(".,;:?!\"'()[]{}<>")
-        if re.search("[0-9]", word):
-            mixed = words and re.fullmatch("[0-9]+/[0-9]+", word) and re.fullmatch("[+-]?[0-9]+", words[-1])
-            return f"{words[-1]} {word}" if mixed else word
-    return None
-
-
-def _filled(answer):
-    return answer.strip() or None if answer is not None else None
-
-
-def _braced(text, start):
-    """What stands inside the brace pair that opens at `start` (blanks before it allowed); None if it never closes."""
-    while start < len(text) and text[start].isspace():
-        start += 1
-    if not text.startswith("{", start):
+        answer = answer if closed else ""
+    elif boxes := list(re.finditer(r"\\f?box(?:ed)?(?![A-Za-z])", text)):
+        inside = text[boxes[-1].end() :].lstrip()[: MAX_ANSWER + 2]
+        end = next((i for i in range(len(inside)) if inside.count("{", 0, i + 1) == inside.count("}", 0, i + 1)), 0)
+        answer = inside[1:end]  # nothing where the brace never opens or never closes
+    elif markers := list(_MARKER.finditer(text)):
+        answer = _SENTENCE_END.split(text[markers[-1].end() :].lstrip(), maxsplit=1)[0]
+    elif fallback and (numbers := _WITH_DIGIT.findall(text[-2000:])):
+        answer = numbers[-1].strip(".,;:?!\"'()[]{}<>\\*_`")
+    else:
         return None
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)  # an escaped brace, \{ or \}, does not count
-        if depth == 0:
-            return text[start + 1 : start + brace.start()]
-    return None
+    return answer.strip() or None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What number it is
+def _text(completion):
+    """A completion is a string, or a list of {"role", "content"} messages, the last of which is the answer's."""
+    if not isinstance(completion, str):
+        content = (completion[-1].get("content") or "") if completion else ""
+        completion = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    return _END_OF_TURN.sub("\n", completion)
 
-_DIGITS = rf"[0-9]{{1,{MAX_DIGITS}}}"
-_GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3}){1,19}"  # 12,345 but neither 12,34 nor 1,2,3
-_INTEGER = rf"(?:{_GROUPED}|{_DIGITS})(?![0-9])"
-_SIGN = r"(?P<sign>[+-]?)\s*"
+
+_INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,19}|[0-9]{1,60})"  # 12,345 but neither 12,34 nor 1,2,3
+_PART = rf"(?:\{{ ?([+-]?{_INTEGER}) ?\}}|([0-9]))"  # of \frac{3}{4} or of \frac34
+_SPELLINGS = (  # applied, from the inside outwards, until nothing changes
+    (r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;:])(?=[0-9]{3})", ","),  # thousands
+    (r"\\[()\[\],;:! ]|\\(?:q?quad|displaystyle|left|right)(?![A-Za-z])|(?<=[0-9])~|\s+", " "),  # blanks
+    (rf"\\[dtc]?frac ?{_PART} ?{_PART}", r" \1\2/\3\4 "),  # a/b; blanks around it, lest anything be glued to it
+    (r" ?(?:\\times|\\cdot|[×·*x]) ?10 ?\^ ?(?:\{ ?([+-]?[0-9]+) ?\}|([+-]?[0-9]+))", r"e\1\2 "),
+    (r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox|f?box|boxed) ?\{([^{}]*)\}|\*\*([^*]+)\*\*", r" \1\2 "),
+    (r"^(\$\$?)([^$]+)\1", r" \2 "),  # $5$ and $5$ apples, but not the currency of $5
+    (r"^\(([^()]*)\)$|^\{([^{}]*)\}$", r"\1\2"),
+    (r"^[ *_`]+|[ *_`.,;]+$", ""),
+)
 _CURRENCY = r"\\?[$€£¥₹₩₽¢]"
-_FRACTION = (
-    rf"(?P<top>{_INTEGER})\s*/\s*(?P<bottom>{_INTEGER})"
-    rf"|\\[dtc]?frac\s*(?:\{{\s*(?P<topsign>[+-]?)\s*(?P<top2>{_INTEGER})\s*\}}|(?P<top3>[0-9]))"
-    rf"\s*(?:\{{\s*(?P<bottom2>{_INTEGER})\s*\}}|(?P<bottom3>[0-9]))"
-)
+# One letter is a variable, but for the a of "a day"; letters that touch the number make it 5x or 3b. Some are units:
+_WORD = r"(?:[A-Za-z]{2,20}|[ghlmsL]|a(?= ))(?: ?\^ ?(?:-?[1-3]|\{-?[1-3]\})|[²³])?\.?"
+_TOUCHING = r"(?:[cdkm]m|[km]g|m[lLs]|min|hrs?|secs?|[km]ph|lbs?|ft|oz|USD|EUR|GBP)(?![A-Za-z])"
 _NUMBER = re.compile(
-    rf"(?:=\s*|(?:[A-Za-z]|\\[a-z]+)\s*=\s*)?{_SIGN}(?:{_CURRENCY}\s*)?(?P<sign2>[+-]?)\s*"
-    rf"(?:(?:(?P<whole>{_DIGITS})(?:\s+|\s*(?=\\)))?(?:{_FRACTION})"
-    rf"|(?P<integer>{_INTEGER})?(?:\.(?P<decimals>{_DIGITS})?)?(?:[eE](?P<exponent>[+-]?[0-9]{{1,4}}))?)"
-    rf"(?P<rest>(?![0-9.,]*[0-9]).*)",
-    re.DOTALL,
+    rf"(?:(?:[A-Za-z]|\\[a-z]+)? ?= ?)?(?P<sign>[+-]? ?(?:{_CURRENCY} ?)?|{_CURRENCY} ?[+-] ?)"
+    rf"(?:(?:(?P<whole>{_INTEGER}) )?(?P<top>{_INTEGER}) ?/ ?(?P<bottom>{_INTEGER})"
+    rf"|(?P<decimal>{_INTEGER}(?:\.[0-9]{{0,60}})?|\.[0-9]{{1,60}})(?:[eE](?P<exponent>[+-]?[0-9]{{1,2}}))?)"
+    rf"(?: ?(?P<percent>\\?%|per ?cent)| ?{_CURRENCY}| ?(?:°|\^ ?(?:\\circ|\{{ ?\\circ ?\}})|\\degree) ?[CF]?"
+    rf"|(?P<unit>(?:,? | ?/ ?|(?={_TOUCHING})){_WORD}(?:(?:,? | ?/ ?|-){_WORD}){{0,7}}))?"
 )
-# Units that may touch their number; other letters that touch it make it a product (5x) or a code (3b).
-_UNITS = re.compile(r"(?:mm|cm|dm|km|mg|kg|ml|mL|ms|min|hrs?|secs?|mph|kph|lbs?|ft|oz|USD|EUR|GBP)(?![A-Za-z])")
-_PERCENT = re.compile(r"\s*(?:\\?%|percent\b|per cent\b)")
-_DEGREES = re.compile(r"\s*(?:°|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)")
-# Words after a number are a unit or a remark, unless they change the value, hedge, or hold a second number.
-_NO_UNIT = re.compile(
-    r"\b(?:or|and|to|vs|versus|either|maybe|not|no|than|plus|minus|times|over|divided|per|by|mod|modulo|point|dot|more|less|"
-    r"squared?|cubed?|factorial|hundreds?|thousands?|[mb]illions?|trillions?|dozens?|scores?|half|halves|thirds?|"
-    r"quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|zero|one|two|"
-    r"three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|"
-    r"ninety|twice|double|pi|tau|inf|infinity|nan|wrong|incorrect|false|plusminus|squareroot|root|sqrt|log|sin|cos|"
-    r"(?-i:[a-fi-kn-rt-zA-Z]))\b",  # single letters are variables, but for g h l m s
-    re.IGNORECASE,
+_NO_UNIT = re.compile(  # words that hedge, that change the value, that are a second number
+    r"(?i)\b(?:or|and|to|not|least|most|plus|minus|times|squared|cubed|factorial|pi|dozens?|lakhs?|half|halves|thirds?"
+    r"|quarters?|fifths?|(?:hundred|thousand|[mbtr]+illion)(?:s|ths?)?"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten)(?![a-z])"
 )
-_REMARK = re.compile(r"(?:[,;:.]?(?:\s|$)|(?<=\S)[./'-](?=[^\W\d_])|[()]|[^\W\d_])*")
-_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("*", "*"), ("`", "`"))
-_WRAPPERS += (("__", "__"), ("_", "_"), ("(", ")"), ("{", "}"))
-_WRAPPING_MACRO = re.compile(
-    r"\\(?:f?box(?:ed)?|text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf)|mbox|displaystyle)?\s*(?=\{)"
-)
-_INNER_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}")
-_SPACING = re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|(?<=\S)~")
+
+
+def _read(text):
+    """(the number, 15 for 15%, whether it is a fraction, whether it is a percentage) that a text is, or None."""
+    text, before = str(text).replace("\N{MINUS SIGN}", "-"), None
+    while text != before and len(text) <= MAX_ANSWER:
+        before = text
+        for pattern, spelling in _SPELLINGS:
+            text = re.sub(pattern, spelling, text)
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_ANSWER else None
+    if not match or _NO_UNIT.search(match["unit"] or ""):
+        return None
+    written = match.group("whole", "top", "bottom", "decimal", "exponent")
+    whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
+    if match["top"] and (bottom == 0 or (match["whole"] and top >= bottom)):  # 1 5/4 is no mixed number
+        return None
+    value = whole + top / bottom if match["top"] else decimal * Fraction(10) ** exponent
+    negative = "-" in match["sign"]  # the sign of -2 1/2 covers all of it
+    return (-value if negative else value), bool(match["top"]), bool(match["percent"])
 
 
 def parse_number(text):
-    """The one literal number that a text is, exactly; None if it is none, or more than one.
+    r"""The one literal number that a text (or a number) is, as an exact `Fraction`; None if it is none.
 
-    Read: integers and decimals (thousands groups allowed), a/b, \\frac{a}{b}, mixed numbers (-2\\frac{1}{2} is
-    -(2 + 1/2)), 1.5e-3, percentages (28% is 7/25), a currency sign, a unit or a few words behind it, `x =` before
-    it, Markdown and LaTeX wrapping. Not read: expressions (12*13, 5!, 2^3), lists, ranges, times, other scripts'
-    digits, anything too long.
+    A number is an integer (thousands grouped by `,` `{,}` `\,`), a decimal, a/b, \frac{a}{b}, a mixed number
+    (-2\frac{1}{2} is -5/2), 1.5e3 or 1.5 \times 10^{3}; 28% is 7/25. A unit is a few words, bare or in \text{}, perhaps
+    with ^2 or ^3, that neither hedge nor change the value. LaTeX and Markdown wrappings are taken off first.
     """
-    number = _parse(text)
-    return None if number is None else number[0]
-
-
-def _parse(text):
-    """(value, whether it was written as a fraction), or None."""
-    text = "" if text is None else str(text)  # a gold may be given as a number
-    if len(text) > MAX_ANSWER:
-        return None
-    text = _unwrap(text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace(r",\!", ","))
-    text = _SPACING.sub(" ", _INNER_TEXT.sub(r" \1 ", text)).strip()
-    match = _NUMBER.fullmatch(text)
-    if not match or (match["sign"] and match["sign2"]):
-        return None
-    if match["integer"] or match["decimals"]:
-        value, is_fraction = _decimal(match["integer"] or "0", match["decimals"] or "", match["exponent"] or "0"), False
-    else:
-        value, is_fraction = _fraction(match), True
-    if value is None:
-        return None
-    rest = match["rest"]
-    if percent := _PERCENT.match(rest):
-        value, rest = value / 100, rest[percent.end() :]
-    elif unit := _UNITS.match(rest) or _DEGREES.match(rest) or re.match(r"\s*" + _CURRENCY, rest):
-        rest = rest[unit.end() :]
-    elif rest[:1].isalpha():
-        return None
-    # isnumeric: superscripts, fractions and other scripts' numerals are letters to a regular expression
-    if any(c.isnumeric() for c in rest) or not _REMARK.fullmatch(rest.rstrip("*_`")) or _NO_UNIT.search(rest):
-        return None
-    return (-value if "-" in (match["sign"], match["sign2"]) else value), is_fraction
-
-
-def _unwrap(text):
-    """Strip Markdown, LaTeX maths delimiters and wrapping macros, outermost first."""
-    for _ in range(MAX_ANSWER):  # each turn removes at least two characters
-        text = text.strip().rstrip(".,;").rstrip()
-        if (macro := _WRAPPING_MACRO.match(text)) and (inner := _braced(text, macro.end())) is not None:
-            if macro.end() + len(inner) + 2 == len(text):
-                text = inner
-                continue
-        for left, right in _WRAPPERS:
-            if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
-                text = text[len(left) : -len(right)]
-                break
-        else:
-            return text
-    return text
-
-
-def _decimal(integer, decimals, exponent):
-    if abs(int(exponent)) > MAX_EXPONENT:
-        return None
-    return Fraction(int(integer.replace(",", "") + decimals)) * Fraction(10) ** (int(exponent) - len(decimals))
-
-
-def _fraction(match):
-    top, bottom = (
-        next((match[name] for name in names if match[name]), None)
-        for names in (("top", "top2", "top3"), ("bottom", "bottom2", "bottom3"))
-    )
-    if top is None or bottom is None:
-        return None
-    top, bottom = int(top.replace(",", "")), int(bottom.replace(",", ""))
-    if bottom == 0:
-        return None
-    value = Fraction(-top if match["topsign"] == "-" else top, bottom)
-    if match["whole"] is None:
-        return value
-    if not 0 <= value < 1 or match["topsign"]:  # "1 5/4" is no mixed number, nor is "1 -1/4"
-        return None
-    return int(match["whole"]) + value
+    value, _, is_percent = _read(text) or (None, False, False)
+    return value / 100 if is_percent else value
 
 
 def is_equiv(prediction, gold, *, tol=0):
     """Whether two texts are the same number, exactly, or within `tol` (int, Fraction or finite float) of each other.
 
-    For a gold that is an integer, an unevaluated a/b is not an answer: 84/7 echoes the question that 12 answers.
-    Unparsable texts are equal to nothing, not even to themselves. Raises ValueError for a tolerance below 0.
+    A percentage beside a plain number stands for its value or for its bare number: 15% is 0.15, and 15. Where the gold
+    is an integer, 84/7 is no answer: it echoes the question. ValueError for a tolerance below 0.
     """
     if not 0 <= tol < float("inf"):
         raise ValueError(f"tol is {tol}: it must be 0 or more, and finite")
-    predicted, correct = _parse(prediction), _parse(gold)
-    if predicted is None or correct is None:
+    a, b = _read(prediction), _read(gold)
+    if a is None or b is None:
         return False
-    if correct[0].denominator == 1 and predicted[1]:
-        return False
-    return abs(predicted[0] - correct[0]) <= Fraction(tol)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic expressions
-
-_EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
-_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+    (a, a_fraction, a_percent), (b, _, b_percent) = a, b
+    pairs = [(a, b)] if a_percent == b_percent else [(a, b), (a / 100, b) if a_percent else (a, b / 100)]
+    return any(abs(a - b) <= Fraction(tol) and not (a_fraction and b.denominator == 1) for a, b in pairs)
 
 
 def safe_eval(expression):
@@ -242,92 +143,36 @@ def safe_eval(expression):
     The numbers come from the parse tree, so none can hide in a comment or be glued from two. Blanks are collapsed,
     never deleted; the signs × ÷ − are read as * / -. Raises ValueError, and nothing else, for any other text.
     """
-    value, numbers, _ = _evaluate(expression)
-    return value, numbers
-
-
-def _evaluate(expression):
-    """(value, numbers, steps): `safe_eval`, and each operation as a line such as 8-3=5, in order of evaluation."""
-    if not isinstance(expression, str) or len(expression) > MAX_ANSWER:
-        raise ValueError(f"not an expression of at most {MAX_ANSWER} characters")
-    expression = " ".join(expression.replace("×", "*").replace("÷", "/").replace("\N{MINUS SIGN}", "-").split())
-    if not _EXPRESSION.fullmatch(expression):
-        raise ValueError("only integers, + - * / and parentheses are allowed")
-    try:
-        tree = ast.parse(expression, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError("not a well-formed expression") from error
-    numbers, steps = [], []
+    text = str(expression).replace("×", "*").replace("÷", "/").replace("\N{MINUS SIGN}", "-")
+    if not re.fullmatch(rf"[0-9+\-*/()\s]{{1,{MAX_ANSWER}}}", text):
+        raise ValueError(f"not at most {MAX_ANSWER} characters of integers, + - * / and parentheses")
+    operators = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.UAdd: pos, ast.USub: neg}
+    numbers = []
 
     def value(node):
-        if isinstance(node, ast.Constant) and type(node.value) is int:
+        if isinstance(node, ast.Constant):  # an integer, by the characters it is made of
             numbers.append(node.value)
-            return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-            operand = value(node.operand)
-            return -operand if isinstance(node.op, ast.USub) else operand
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            left, right, operator = value(node.left), value(node.right), _OPERATORS[type(node.op)]
-            result = _apply(left, operator, right)
-            steps.append(f"{left}{operator}{right}={result}")
-            return result
+            return Fraction(node.value)
+        if isinstance(node, (ast.UnaryOp, ast.BinOp)) and type(node.op) in operators:
+            operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+            return operators[type(node.op)](*map(value, operands))
         raise ValueError(f"{type(node).__name__} is not allowed")
 
-    return Fraction(value(tree)), numbers, steps
-
-
-def _apply(left, operator, right):
-    if operator == "+":
-        return left + right
-    if operator == "-":
-        return left - right
-    if operator == "*":
-        return left * right
-    if right == 0:
-        raise ValueError("division by zero")
-    return Fraction(left, right)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards
-
-
-def _text(completion):
-    """A completion is a string, or a list of {"role", "content"} messages, the last of which is the answer's."""
-    if isinstance(completion, str):
-        return completion
-    message = completion[-1] if completion else {}
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-
-
-def _columns(completions, **columns):
-    """Raise ValueError unless every column is a list with one entry per completion."""
-    for name, column in columns.items():
-        if isinstance(column, str) or len(column) != len(completions):
-            raise ValueError(f"{name} must be a list with one entry for each of the {len(completions)} completions")
+    try:
+        return value(ast.parse(" ".join(text.split()), mode="eval").body), numbers
+    except (SyntaxError, MemoryError, RecursionError, ZeroDivisionError) as error:
+        raise ValueError(f"no value: {error}") from error
 
 
 def accuracy_reward(completions, solution, *, fallback=False, **kwargs):
     """1.0 where a completion's answer equals the solution, 0.0 where not, None where the solution is no number.
 
-    completions: list of strings or of message lists; solution: list of texts or numbers, of the same length.
-    Raises ValueError when the lengths differ. None means "leave this sample out", in TRL and in `group_advantages`.
+    completions: strings or message lists; solution: texts or numbers. Raises ValueError when the lengths differ. None
+    means "leave this sample out", in TRL and in `group_advantages`.
     """
-    _columns(completions, solution=solution)
-    rewards = []
-    for completion, gold in zip(completions, solution):
-        if parse_number(gold) is None:
-            rewards.append(None)
-            continue
-        answer = extract_answer(_text(completion), fallback=fallback)
-        rewards.append(float(answer is not None and is_equiv(answer, gold)))
-    return rewards
-
-
-_FORMAT = re.compile(r"<think>(?P<think>.*)</think>\s*<answer>(?P<answer>.*)</answer>", re.DOTALL)
+    answers = [extract_answer(completion, fallback=fallback) for completion in completions]
+    pairs = zip(answers, solution, strict=True)
+    return [None if parse_number(gold) is None else float(is_equiv(answer, gold)) for answer, gold in pairs]
 
 
 def format_reward(completions, *, think_prefilled=False, **kwargs):
@@ -338,53 +183,40 @@ def format_reward(completions, *, think_prefilled=False, **kwargs):
     rewards = []
     for completion in completions:
         text = ("<think>" if think_prefilled else "") + _text(completion)
-        once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-        match = _FORMAT.fullmatch(text.strip()) if once else None
-        rewards.append(float(bool(match and match["think"].strip() and match["answer"].strip())))
+        pieces = [piece.strip() for piece in re.split("(</?(?:think|answer)>)", text)]  # texts and tags in turn
+        tags_fit = pieces[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]
+        rewards.append(float(tags_fit and [bool(piece) for piece in pieces[::2]] == [False, True, False, True, False]))
     return rewards
 
 
 def countdown_reward(completions, nums, target, **kwargs):
     """1.0 where the answer is an expression that uses each given number once and equals the target; else 0.0.
 
-    nums: list of lists of non-negative integers; target: list of integers. None where the target is no number.
-    Raises ValueError when the lengths differ.
+    nums: lists of non-negative integers; target: numbers. `expression = target` will do as well. None where the target
+    is no number. Raises ValueError when the lengths differ.
     """
-    _columns(completions, nums=nums, target=target)
     rewards = []
-    for completion, given, goal in zip(completions, nums, target):
-        goal, given = parse_number(goal), sorted(int(n) for n in given)
+    for completion, given, goal in zip(completions, nums, map(parse_number, target), strict=True):
+        expression, *right = (extract_answer(completion) or "").split("=")
         try:
-            value, used = safe_eval(extract_answer(_text(completion)))
-            reward = float(value == goal and sorted(used) == given)
+            value, used = safe_eval(expression)
         except ValueError:
-            reward = 0.0
-        rewards.append(None if goal is None else reward)
+            value, used = None, []
+        correct = value == goal and sorted(used) == sorted(given) and [*map(parse_number, right)] in ([], [goal])
+        rewards.append(None if goal is None else float(correct))
     return rewards
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Problems
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question whose answer can be checked.
-
-    prompt: what the model is shown; answer: the gold, as text; numbers: the numbers in it, whose count is the measure
-    of difficulty; expression: the arithmetic that leads to the answer ("" where we were only told the question).
-    Raises ValueError when the gold is not a number: such a problem could never be scored.
-    """
+    """A question whose answer can be checked. The last two are "" where we were only told the question."""
 
     task: str
-    prompt: str
-    answer: str
-    numbers: tuple
-    expression: str = ""
-
-    def __post_init__(self):
-        if parse_number(self.answer) is None:
-            raise ValueError(f"the answer of {self.prompt!r}, {self.answer!r}, is not a number")
+    prompt: str  # what the model is shown
+    answer: str  # the gold, as text
+    numbers: tuple  # those in the prompt; their count is the measure of difficulty
+    steps: str = ""  # the reasoning that leads to the answer
+    solution: str = ""  # what the model is to answer: a number, or the expression that reaches a countdown's target
 
     @property
     def held_out(self):
@@ -392,84 +224,77 @@ class Problem:
         return hashlib.sha256(self.prompt.encode()).digest()[0] % 8 == 0
 
 
-TASKS = {"chain-sum": range(2, 11), "countdown": range(3, 5)}  # task: how many numbers a problem may have
-EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "3 5 8 = 25"}
-
-
 def make_problem(task, terms, rng, *, largest=9, held_out=False):
-    """A random problem of `terms` numbers up to `largest`, from the training or the held-out share.
-
-    rng: a random.Random. Raises ValueError for an unknown task or sizes it does not have.
-    """
+    """A random problem of `terms` numbers up to `largest`; rng: random.Random. ValueError for sizes no problem has."""
     if task not in TASKS or terms not in TASKS[task] or not 2 <= largest <= 99:
         raise ValueError(f"no {task} problem has {terms} numbers up to {largest}")
-    make = _chain_sum if task == "chain-sum" else _countdown
     while True:
-        problem = make(terms, largest, rng)
+        if task == "chain-sum":
+            numbers = [rng.randint(0, largest) for _ in range(terms)]
+            problem = _chain_sum(numbers, [rng.choice("+-") for _ in numbers[1:]])
+        else:
+            problem = _countdown(terms, largest, rng)
         if problem.held_out == held_out:
             return problem
 
 
-def read_problem(task, text):
-    """The problem that a text such as those in EXAMPLES states. Raises ValueError if it states none of this task."""
-    if task == "chain-sum":
-        text = "".join(text.split())
-        if re.fullmatch(r"[0-9]{1,2}(?:[+-][0-9]{1,2}){1,9}", text):
-            value, numbers = safe_eval(text)
-            return Problem(task, text, str(value), tuple(numbers), text)
-    else:
-        text = " ".join(text.replace("=", " = ").split())
-        if re.fullmatch(r"[1-9][0-9]?(?: [1-9][0-9]?){2,3} = [0-9]{1,2}", text):
-            *numbers, target = [int(n) for n in text.replace("=", " ").split()]
-            numbers = sorted(numbers)
-            return Problem(task, f"{' '.join(map(str, numbers))} = {target}", str(target), tuple(numbers))
-    counts = TASKS[task]
-    raise ValueError(
-        f"{text!r} is not a {task} problem: expected something like {EXAMPLES[task]!r}, "
-        f"with {counts.start} to {counts.stop - 1} numbers of one or two digits"
-    )
-
-
-def reward(problem, completions):
-    """Score several completions of one problem by the rule of its task."""
-    n = len(completions)
-    if problem.task == "countdown":
-        return countdown_reward(completions, [problem.numbers] * n, [problem.answer] * n)
-    return accuracy_reward(completions, [problem.answer] * n)
-
-
-def worked_solution(problem, *, think):
-    """What the warm start imitates: the answer blurted out, or the steps that lead to it and then the answer.
-
-    The answer to a chain sum is a number; to a countdown, an expression.
-    """
-    answer = problem.expression if problem.task == "countdown" else problem.answer
-    steps = f"<think>{' '.join(_evaluate(problem.expression)[2])}</think>" if think else ""
-    return f"{steps}<answer>{answer}</answer>"
-
-
-def _chain_sum(terms, largest, rng):
-    numbers = [rng.randint(0, largest) for _ in range(terms)]
-    total, text = numbers[0], str(numbers[0])
-    for n in numbers[1:]:
-        sign = rng.choice("+-")
-        total, text = _apply(total, sign, n), f"{text}{sign}{n}"
-    return Problem("chain-sum", text, str(total), tuple(numbers), text)
+def _chain_sum(numbers, signs):
+    total, text, steps = numbers[0], str(numbers[0]), []
+    for sign, n in zip(signs, numbers[1:]):
+        after = total + n if sign == "+" else total - n
+        steps.append(f"{total}{sign}{n}={after}")
+        total, text = after, f"{text}{sign}{n}"
+    return Problem("chain-sum", text, str(total), tuple(numbers), " ".join(steps), str(total))
 
 
 def _countdown(terms, largest, rng):
     """Join random pairs by random operators until one expression is left; keep it if its value is 0 to 99."""
     while True:
         numbers = sorted(rng.randint(1, largest) for _ in range(terms))
-        parts = [(str(n), n) for n in numbers]
+        parts = [(str(n), n, []) for n in numbers]
         while len(parts) > 1:
-            (a, x), (b, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-            operator = rng.choice("+-*/")
-            if operator == "/" and (y == 0 or x % y):
-                operator = "*"
+            (a, x, x_steps), (b, y, y_steps) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+            sign = rng.choice("+-*/")
+            sign = "*" if sign == "/" and (y == 0 or x % y) else sign
             a, b = (text if text.isdigit() else f"({text})" for text in (a, b))
-            parts.append((a + operator + b, int(_apply(x, operator, y))))
-        expression, value = parts[0]
+            value = {"+": x + y, "-": x - y, "*": x * y, "/": x // (y or 1)}[sign]
+            parts.append((f"{a}{sign}{b}", value, [*x_steps, *y_steps, f"{x}{sign}{y}={value}"]))
+        expression, value, steps = parts[0]
         if 0 <= value <= 99:
             prompt = f"{' '.join(map(str, numbers))} = {value}"
-            return Problem("countdown", prompt, str(value), tuple(numbers), expression)
+            return Problem("countdown", prompt, str(value), tuple(numbers), " ".join(steps), expression)
+
+
+def read_problem(task, text):
+    """The problem that a text such as those in EXAMPLES states. Raises ValueError if it states none of this task."""
+    if task == "chain-sum" and re.fullmatch(r"\s*[0-9]{1,2}(?:\s*[+-]\s*[0-9]{1,2}){1,9}\s*", text):
+        return _chain_sum([int(n) for n in re.findall("[0-9]+", text)], re.findall("[+-]", text))
+    if task == "countdown" and re.fullmatch(r"\s*(?:[1-9][0-9]?\s+){2,3}[1-9][0-9]?\s*=\s*[0-9]{1,2}\s*", text):
+        *numbers, target = [int(n) for n in re.findall("[0-9]+", text)]
+        return Problem(task, f"{' '.join(map(str, sorted(numbers)))} = {target}", str(target), tuple(sorted(numbers)))
+    raise ValueError(f"{text!r} is not a {task} problem: expected something like {EXAMPLES[task]!r}")
+
+
+def reward(problem, completions):
+    """The rewards of several completions of one problem, by the rule of its task."""
+    if problem.task == "countdown":
+        return countdown_reward(completions, [problem.numbers] * len(completions), [problem.answer] * len(completions))
+    return accuracy_reward(completions, [problem.answer] * len(completions))
+
+
+def worked_solution(problem, *, think):
+    """What the warm start imitates: the answer blurted out, or the steps that lead to it and then the answer."""
+    if not problem.solution:
+        raise ValueError(f"no solution of {problem.prompt!r} is known")
+    thoughts = f"<think>{problem.steps}</think>" if think else ""
+    return f"{thoughts}<answer>{problem.solution}</answer>"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print("usage: python rewards.py COMPLETION GOLD", file=sys.stderr)
+        sys.exit(2)
+    completion, gold = sys.argv[1:]
+    answer = extract_answer(completion)
+    verdict = {1.0: "right", 0.0: "wrong", None: "the gold is no number"}[accuracy_reward([completion], [gold])[0]]
+    print(f"answer: {answer}\nnumber: {parse_number(answer)}\nverdict: {verdict}")

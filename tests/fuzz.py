@@ -3,10 +3,8 @@
 
     python tests/fuzz.py 100000
 
-Checks that nothing but the documented ValueError of `safe_eval` is raised, that rewards are 0, 1 or None, that answers
-are found in the text they come from, that text before the last marker changes nothing, and that a wrong number never
-pays, and that no call takes more than 10 ms of processor time. Prints the slowest call and the peak of memory. The suite
-runs a short version, without the time.
+Only the documented ValueError may be raised, rewards are 0, 1 or None, text before the last marker changes nothing, a
+wrong number never pays, and no call takes more than 10 ms of processor time. The suite runs it short and untimed.
 """
 
 import json
@@ -22,16 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rewards import (  # noqa: E402
-    accuracy_reward,
-    countdown_reward,
-    extract_answer,
-    format_reward,
-    is_equiv,
-    parse_number,
-    read_problem,
-    safe_eval,
-)
+import rewards  # noqa: E402
 
 LINES = (ROOT / "tests" / "data" / "reward_cases.jsonl").read_text(encoding="utf-8").splitlines()
 SEEDS = [json.loads(line)["completion"] for line in LINES]
@@ -42,12 +31,13 @@ PIECES = [
     "0x1F", "1_000", "٣", "½", "²", "４", "−", "×", "÷", "€", "inf", "nan", "None", "True", "__import__('os')", "lambda: 1",
     "().__class__", "(" * 60, ")" * 60, "-" * 120, "[" * 99, "\x00", "\ud800", "\u202e", "\n", "\t", " ", "or", "and", "apples",
     "3 + 8", "8-3", "(8-3)*5", "5 = 5", "x = ", "12:00", "a" * 300, "\\" * 50, "{" * 80, "$" * 80, "*" * 80, "\\text" * 40,
+    "<|im_end|>", "</s>", " per day", "m^3", " a", ", ", "\\,000", "\\,", "\\!", " \\times 10^{3}", "x10^", "answer", " is", "*",
 ]  # fmt: skip
 UNICODE = (*range(0x20, 0x7F), *range(0xA0, 0x250), *range(0x660, 0x66A), *range(0x2000, 0x2070), 0x1F600, 0x10FFFF)
 
 
 def text(rng):
-    """A random string: joined fragments, a mutated case from a bug report, or random characters."""
+    """A random string: joined fragments, one repeated, a mutated case from a bug report, or random characters."""
     kind = rng.random()
     if kind < 0.4:
         return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 12)))
@@ -55,12 +45,13 @@ def text(rng):
         chars = list(rng.choice(SEEDS)) or [""]
         for _ in range(rng.randint(1, 6)):
             at = rng.randrange(len(chars))
-            chars[at] = rng.choice(
-                ["", chars[at] * 2, rng.choice(PIECES), rng.choice(string.printable), rng.choice(chars)]
-            )
+            chars[at] = rng.choice(["", chars[at] * 2, *rng.choices(PIECES, k=2), rng.choice(string.printable)])
         return "".join(chars) * rng.choice([1, 1, 1, 2, 30])
     if kind < 0.9:
         return "".join(chr(rng.choice(UNICODE)) for _ in range(rng.randint(0, 60)))
+    if kind < 0.91:
+        start, fragment, end = rng.choices(PIECES, k=3)
+        return start + fragment * (16000 // len(fragment)) + end
     return "".join(rng.choice("0123456789.,/+-*() eE%$\\{}") for _ in range(rng.randint(0, 260)))
 
 
@@ -77,9 +68,9 @@ def attack(count, seed=0):
     """Raises AssertionError at the first surprise. Returns (seconds, function, arguments) of the slowest call."""
     rng, slowest = random.Random(seed), (0.0, "", "")
 
-    def call(function, *args, **kwargs):
+    def call(name, *args, **kwargs):
         nonlocal slowest
-        times = []
+        function, times = getattr(rewards, name), []
         try:
             return timed(function, args, kwargs, times)
         finally:
@@ -87,49 +78,41 @@ def attack(count, seed=0):
                 for _ in range(4):
                     with suppress(ValueError):
                         timed(function, args, kwargs, times)
-            slowest = max(slowest, (min(times), function.__name__, repr(args)[:200]))
+            slowest = max(slowest, (min(times), name, f"{str(args)[:200]}, {len(str(args))} characters"))
 
     for _ in range(count):
-        s, gold = text(rng), str(rng.randint(-99, 99))
-        answers = [call(extract_answer, s, fallback=fallback) for fallback in (False, True)]
-        for answer in answers:
+        s, gold, fallback = text(rng), str(rng.randint(-99, 99)), rng.random() < 0.5
+        for answer in (call("extract_answer", s), call("extract_answer", s, fallback=True)):
             assert answer is None or (answer and answer == answer.strip()), s
-        value = call(parse_number, s)
+        value = call("parse_number", s)
         assert value is None or isinstance(value, Fraction), s
-        assert not call(is_equiv, s, s) or value is not None, s
-        for other in (gold, "1/3"):
-            assert call(is_equiv, s, other) in (True, False)
-        try:
-            value, numbers = call(safe_eval, s)
+        assert call("is_equiv", s, s) in ([False] if value is None else [True, False]), s  # 84/7 is no answer to 84/7
+        assert call("is_equiv", s, gold) in (True, False) and call("is_equiv", gold, s) in (True, False), s
+        with suppress(ValueError):
+            value, numbers = call("safe_eval", s)
             assert isinstance(value, Fraction) and all(type(n) is int for n in numbers), s
-        except ValueError:
-            pass
-        try:
-            call(read_problem, rng.choice(["chain-sum", "countdown"]), s)
-        except ValueError:
-            pass
-        messages = [{"role": "assistant", "content": s}]
-        for completion in (s, messages):
-            paid = call(accuracy_reward, [completion], [gold], fallback=rng.random() < 0.5)[0]
-            assert paid in (0.0, 1.0), s
-            assert call(accuracy_reward, [completion], [s])[0] in (0.0, 1.0, None), s
-            assert call(format_reward, [completion], think_prefilled=rng.random() < 0.5)[0] in (0.0, 1.0), s
-            assert call(countdown_reward, [completion], [[3, 5, 8]], [25])[0] in (0.0, 1.0), s
-        # what stands before the last marker does not matter, and a wrong number there never pays
-        wrong = str(int(gold) + rng.choice([-1, 1, 10]))
-        before = s
+        with suppress(ValueError):
+            call("read_problem", rng.choice(["chain-sum", "countdown"]), s)
+        for completion in (s, [{"role": "assistant", "content": s}]):
+            assert call("accuracy_reward", [completion], [gold], fallback=fallback)[0] in (0.0, 1.0), s
+            assert call("accuracy_reward", [completion], [s])[0] in (0.0, 1.0, None), s
+            assert call("format_reward", [completion], think_prefilled=fallback)[0] in (0.0, 1.0), s
+            assert call("countdown_reward", [completion], [[3, 5, 8]], [25])[0] in (0.0, 1.0), s
+        wrong, before = str(int(gold) + rng.choice([-1, 1, 10])), s
         while "<think>" in before:  # cutting one out can leave another
             before = before.replace("<think>", "")
-        assert extract_answer(f"{before}<answer>{wrong}</answer>") == wrong, s
-        assert accuracy_reward([f"{before}<answer>{wrong}</answer>"], [gold]) == [0.0], s
-        assert accuracy_reward([f"{before}<answer>{gold}</answer>"], [gold]) == [1.0], s
+        for said in (wrong, gold):
+            for form in ("<answer>{}</answer>", "</think>\\boxed{{{}}}", "</think>#### {}\n"):
+                completion = before + form.format(said) + f" {gold} "
+                assert rewards.extract_answer(completion) == said, s
+                assert rewards.accuracy_reward([completion], [gold]) == [float(said == gold)], s
     return slowest
 
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-    seconds, function, args = attack(count)
-    print(f"{count} strings; slowest call {1e3 * seconds:.1f} ms: {function}{args}")
+    seconds, name, arguments = attack(count)
+    print(f"{count} strings; slowest call {1e3 * seconds:.1f} ms: {name}{arguments}")
     if seconds > 0.01:
         sys.exit("fuzz.py: a call took more than 10 ms of processor time, five times in a row")
     tracemalloc.start()
