@@ -260,6 +260,19 @@ class Packing:
         self.scored, self.scored_source = index(np.flatnonzero(scored)), index(source[scored])  # (M,) each
 
 
+def split_by_length(lengths, tokens):
+    """Split rows, given their lengths, into chunks of similar length and about equal work, of some `tokens` each.
+
+    Padding, which attention alone computes on, is then small. Returns lists of row numbers.
+    """
+    parts = max(1, round(sum(lengths) / tokens))
+    chunks, done = [[] for _ in range(parts)], 0
+    for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
+        chunks[done * parts // sum(lengths)].append(row)
+        done += lengths[row]
+    return [chunk for chunk in chunks if chunk]
+
+
 def score(model, tokens, spans, *, temperature=1.0, routes=None, groups=None):
     """`token_logprobs` of the responses alone, for training: nothing is computed for padding, nor predicted in prompts.
 

@@ -81,6 +81,16 @@ def grouped_experts(x, routes, gates, w_in, w_out):
     return torch.zeros_like(x).index_add(0, token, y)
 
 
+def routing_change(probs, routes):
+    """(choices the router would make now and the sampler did not make, all choices), over layers and tokens: (2,).
+
+    probs: (L, N, E), the router's now; routes: (L, N, K), the sampler's. Under replay the changes are not acted on.
+    """
+    now = probs.topk(routes.size(-1)).indices  # (L, N, K)
+    changed = (now[..., :, None] != routes[..., None, :]).all(-1)
+    return torch.stack([changed.sum(), torch.tensor(changed.numel(), device=changed.device)])
+
+
 def expert_load(routes, experts):
     """(E,): the share of all choices that fell on each expert. routes: (N, K)."""
     load = F.one_hot(routes.long(), experts).sum((0, 1)).float()

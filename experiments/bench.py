@@ -162,17 +162,16 @@ def logprobs(side):
     """Seconds of a forward and backward pass over P x G rows of prompt and NEW tokens, in chunks as each likes best."""
     import torch
 
-    from model import score
+    from model import score, split_by_length
 
     ours, (_, prompts) = our_model(None), work()
     new = torch.randint(0, 256, (P * G, NEW), generator=torch.Generator().manual_seed(2))
     if side == "ours":
         from sample import PAD
-        from train import by_length
 
         rows = [prompts[i // G] + new[i].tolist() for i in range(P * G)]
         chunks = []
-        for chunk in by_length([len(row) for row in rows], 2048):
+        for chunk in split_by_length([len(row) for row in rows], 2048):
             longest = max(len(rows[i]) for i in chunk)
             tokens = torch.tensor([rows[i] + [PAD] * (longest - len(rows[i])) for i in chunk])
             chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk], [i // G for i in chunk]))
@@ -217,9 +216,9 @@ def our_rl_step(checkpoint):
     settings = train.Settings(
         prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4, gspo_clip=(3e-4, 4e-4)
     )
-    learner = train.make_learner("gspo", our_model(checkpoint), settings, settings.lr)
+    learner = train.Learner("gspo", our_model(checkpoint), settings, settings.lr)
     problems, steps = work()[0], iter(range(10**6))
-    return lambda: train.learn(learner, problems, settings, next(steps), torch.device("cpu"), None)
+    return lambda: train.rl_step(learner, problems, settings, next(steps), torch.device("cpu"))
 
 
 def peer_rl_steps(turn, checkpoint):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from cases import run_alone
 
 import moe
-from moe import MoE, can_group, expert_load, grouped_experts, load_balance_loss, looped_experts
+from moe import MoE, can_group, expert_load, grouped_experts, load_balance_loss, looped_experts, routing_change
 
 
 def make(width=16, experts=8, k=2, expert_width=12, seed=0):
@@ -115,3 +115,8 @@ def test_the_program_shows_what_replay_holds_fixed(tmp_path):
     assert len(sampled) == 8
     assert [row[:2] for row in replayed] == [row[:2] for row in sampled] != [row[:2] for row in moved]
     assert all(a[2:] != b[2:] for a, b in zip(sampled, replayed))
+
+
+def test_routing_change_by_hand():
+    probs = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]]])
+    assert routing_change(probs, torch.tensor([[[1, 0], [3, 0]]])).tolist() == [1, 4]
