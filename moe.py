@@ -35,12 +35,13 @@ class MoE(nn.Module):
         Returns (y (..., C), routes (..., K) as used, int64, probs (..., E), the router's probabilities in float32).
         """
         with torch.autocast(x.device.type, enabled=False):
-            probs = F.linear(x.float(), self.router.float()).softmax(-1)  # (..., E)
+            logits = F.linear(x.float(), self.router.float())  # (..., E)
+        probs = logits.softmax(-1)
         if routes is None:
             routes = probs.topk(self.experts_per_token, dim=-1).indices
         routes = routes.long()
-        gates = probs.gather(-1, routes)
-        gates = gates / gates.sum(-1, keepdim=True)  # (..., K)
+        # The chosen probabilities, made to sum to 1: the softmax of the chosen logits, which is never 0/0 under replay.
+        gates = logits.gather(-1, routes).softmax(-1)  # (..., K)
 
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)

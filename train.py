@@ -63,6 +63,10 @@ from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
 from sample import EOS, PAD, SPECIAL_TOKENS, THINK, Rollout, encode_prompt, encode_response, generate, tokenizer
 
 LOSSES = {"gspo": gspo_loss, "grpo": grpo_loss}
+UPDATE_METRICS = (
+    "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
+    "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
+)  # fmt: skip
 INF = float("inf")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -455,34 +459,36 @@ def recompute(learner, rollout, settings):
     return all_reduce(old_logprobs)
 
 
-def update(learner, rollout, old_logprobs, advantages, minibatch, settings, step):
-    """One optimizer step on the rows of a minibatch, chunk by chunk. Returns what is measured of it, as tensors."""
+def update(learner, rollout, old_logprobs, advantages, rows, count, settings, step):
+    """One optimizer step on the rows of a minibatch of `count`, chunk by chunk. Returns what is measured of it."""
     new_logprobs, loss = torch.zeros_like(old_logprobs), torch.zeros((), device=old_logprobs.device)
     changed = torch.zeros(2, device=old_logprobs.device)
-    for rows, width in chunks_of(rollout, minibatch, settings):
-        logprobs, changed_here = trainer_logprobs(learner, rollout, rows, width, settings)
-        old, mask = old_logprobs[rows, :width], rollout.mask[rows, :width]
-        # divided by the count of all rows, so that the chunks' losses add up to that of the minibatch
-        chunk_loss, _ = learner.loss(logprobs, old, advantages[rows], mask, num_sequences=len(minibatch))
+    for chunk, width in chunks_of(rollout, rows, settings):
+        logprobs, changed_here = trainer_logprobs(learner, rollout, chunk, width, settings)
+        old, mask = old_logprobs[chunk, :width], rollout.mask[chunk, :width]
+        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=count)
         chunk_loss.backward()
         loss += chunk_loss.detach()
-        new_logprobs[rows, :width] = logprobs.detach()
+        new_logprobs[chunk, :width] = logprobs.detach()
         changed += changed_here
     grad_norm = learner.step(settings.lr * min(1.0, (step + 1) / 5), all_reduce(loss))
-    new, old = all_reduce(new_logprobs)[minibatch], old_logprobs[minibatch]
-    _, metrics = learner.loss(new, old, advantages[minibatch], rollout.mask[minibatch])
-    return metrics | {"grad_norm": grad_norm, "changed": all_reduce(changed)}
+    new, old = all_reduce(new_logprobs)[rows], old_logprobs[rows]
+    _, metrics = learner.loss(new, old, advantages[rows], rollout.mask[rows])
+    changed, choices = all_reduce(changed)
+    return metrics | {"grad_norm": grad_norm, "expert_change": changed / choices}
 
 
 def measure(rollout, rewards, updates, settings):
-    """What the responses of a step were like, and what its updates did: a dict of floats."""
+    """What the responses of a step were like, and what its updates did (nan where there was none): a dict of floats."""
     mask, tokens = rollout.mask, rollout.tokens
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
     groups = rewards.view(-1, settings.group)
     load = torch.stack([expert_load(routes[mask], settings.experts) for routes in rollout.routes])  # (L, E)
-    of_updates = {name: torch.stack([u[name] for u in updates]) for name in updates[0]}
-    mean = {name: float(values.mean(0).sum()) for name, values in of_updates.items()}
-    changed, choices = of_updates["changed"].sum(0)
+    of_updates = {}
+    for name in UPDATE_METRICS:
+        values = torch.tensor([float(metrics[name]) for metrics in updates] or [float("nan")])
+        over_updates = {"ratio_min": torch.min, "ratio_max": torch.max}.get(name, torch.mean)
+        of_updates[name] = float(over_updates(values))
     return {
         "reward": float(rewards.nanmean()),
         "accuracy": float((rewards == 1).float().mean()),
@@ -490,11 +496,7 @@ def measure(rollout, rewards, updates, settings):
         "think_frac": float(((tokens == THINK) & mask).any(1).float().mean()),
         "cut_frac": float(1 - ((tokens == EOS) & mask).any(1).float().mean()),
         "entropy": float(rollout.entropy.sum() / mask.sum()),
-        **{name: mean[name] for name in ("clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean")},
-        "ratio_min": float(of_updates["ratio_min"].min()),
-        "ratio_max": float(of_updates["ratio_max"].max()),
-        **{name: mean[name] for name in ("log_ratio_std", "seq_log_ratio_std", "approx_kl", "grad_norm")},
-        "expert_change": float(changed / choices),
+        **of_updates,
         "load_imbalance": float(load.amax(1).mean()) * settings.experts,
         "zero_std_groups": float((groups.amax(1) == groups.amin(1)).float().mean()),
     }
@@ -506,14 +508,18 @@ def rl_step(learner, problems, settings, step, device):
     rollout = respond(learner, problems, settings, step, device)
     texts = rollout.texts()
     rewards = verify(problems, texts, settings.group)
-    advantages = group_advantages(rewards, settings.group).to(device)
+    advantages = group_advantages(rewards, settings.group)
+    # A group all right or all wrong has advantages of 0, and its responses no gradient: they are left out. The loss is
+    # still divided by the count of all.
+    informative = {row for row, advantage in enumerate(advantages.tolist()) if advantage != 0}
+    advantages, updates = advantages.to(device), []
     old_logprobs = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
     try:
         check_finite(logprobs=old_logprobs)
-        updates = [
-            update(learner, rollout, old_logprobs, advantages, minibatch, settings, step)
-            for minibatch in random_minibatches(settings, step)
-        ]
+        for minibatch in random_minibatches(settings, step):
+            if rows := [row for row in minibatch if row in informative]:
+                count = len(minibatch)
+                updates.append(update(learner, rollout, old_logprobs, advantages, rows, count, settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
     except NotFinite as error:  # keep what led to it beside, not over, the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"

@@ -117,6 +117,14 @@ def test_the_program_shows_what_replay_holds_fixed(tmp_path):
     assert all(a[2:] != b[2:] for a, b in zip(sampled, replayed))
 
 
+def test_replaying_experts_of_no_probability_stays_finite():
+    layer, x = make(32, 8, 2, 32), torch.randn(20, 32)
+    layer.router.data *= 400
+    y, _, probs = layer(x, (-layer(x)[2]).topk(2).indices)
+    y.square().sum().backward()
+    assert (probs.amin(-1) == 0).any() and y.isfinite().all() and layer.router.grad.isfinite().all()
+
+
 def test_routing_change_by_hand():
     probs = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]]])
     assert routing_change(probs, torch.tensor([[[1, 0], [3, 0]]])).tolist() == [1, 4]
