@@ -8,6 +8,7 @@
 - the lines, bars and curves that a person sees.
 """
 
+import argparse
 import io
 import json
 import os
@@ -35,16 +36,32 @@ class UserError(Exception):
         self.code = code
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, its complaints in one line."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def plain_text(text):
+    """What a person typed, without byte order marks, and with ? for bytes that are no text."""
+    return text.replace("\ufeff", "").encode("utf-8", "replace").decode("utf-8")
+
+
 def run_program(main, argv=None):
     """main(argv). A UserError, or what the system refuses, ends the program with one line. A bug is shown as one."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream, options in ((sys.stdin, {"encoding": "utf-8-sig"}), (sys.stdout, {}), (sys.stderr, {})):
         if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
-            stream.reconfigure(errors="replace")  # a console that lacks a character shows ? instead of failing
+            stream.reconfigure(errors="replace", **options)  # ? for a character that the console lacks
     code, message = 0, ""
     try:
         main(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
     except UserError as error:
         code, message = error.code, str(error)
+    except BrokenPipeError:  # the reader has left, as `| head` does: nobody is there to be told
+        code = 141
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         code, message = 1, f"cannot use {error.filename}: {error.strerror or error}. What was saved before is whole"
     except KeyboardInterrupt:  # before there was anything to save

@@ -13,7 +13,6 @@ What a sampler for RL must get right, and how it is done here:
 Letters: P prompts, G samples per prompt (the group), B = P*G rows, T tokens, L layers, E experts, K experts per token.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,8 @@ from functools import cached_property
 import numpy as np
 import tiktoken
 import torch
+
+from model import KVCache
 
 # 256 bytes and a few tags. Every digit is a token, so place value is not hidden by merges, and any text round-trips.
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
@@ -79,89 +80,94 @@ class Rollout:
 
 @torch.no_grad()
 def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperature=1.0, seed=0, first_row=0):
-    """Sample `samples_per_prompt` responses to each prompt; temperature 0 is greedy.
+    """Sample `samples_per_prompt` responses to each prompt; temperature 0 is greedy. Returns a Rollout.
 
     prompts: list of texts, or of lists of token ids. first_row: the number of the first row where this batch is a
     part of a larger one, so that the parts draw the noise the whole would. In greedy decoding the log-probs are those
     of temperature 1. Raises ValueError for an empty prompt, sizes below 1, or what does not fit the model's context.
     """
+    prompts = [encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    check_request(model.config, prompts, samples_per_prompt, max_new_tokens, temperature)
+    device, group, rows = model.embed.weight.device, samples_per_prompt, len(prompts) * samples_per_prompt
+
+    # Prefill: every prompt is read once; every sample of its group then gets a copy of its cache.
+    lengths, pad = [len(prompt) for prompt in prompts], min(PAD, model.config.vocab_size - 1)
+    padded = torch.tensor([prompt + [pad] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
+    prompt_cache = KVCache(model, len(prompts), max(lengths))
+    x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
+    slots = max(lengths) + max_new_tokens
+    cache = KVCache(model, rows, slots)
+    cache.copy_prompts(prompt_cache, group)
+    out = empty_rollout(padded.repeat_interleave(group, 0), prompt_routes.repeat_interleave(group, 1), slots, pad)
+
+    # Decode: one token per row and turn. `row` says which row of the output stands at each place of the batch.
+    noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
+    row, ends = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
+    position = ends.repeat_interleave(group)  # (B,): where the next token goes
+    x = x[torch.arange(len(prompts), device=device), ends - 1].repeat_interleave(group, dim=0)  # (B, C)
+    for step in range(max_new_tokens):
+        token, logprob, nats = choose(model.head(x), noise[row, step], temperature)
+        out.tokens[row, position], out.mask[row, position] = token, True
+        out.logprobs[row, position], out.entropy[row, position] = logprob, nats
+        ended = ended_places(token)
+        if len(ended) == len(row) or step == max_new_tokens - 1:
+            break
+        if ended:
+            row, position, token = leave(ended, cache, row, position, token)
+        x, taken = model.decode(token, position, cache)
+        out.routes[:, row, position] = taken.to(torch.uint8)
+        position = position + 1
+
+    # Collect: cut what no row has filled.
+    width = slots if step == max_new_tokens - 1 else int(out.mask.nonzero()[:, 1].max()) + 1
+    by_place = (x[:, :width] for x in (out.tokens, out.mask, out.logprobs, out.entropy))
+    return Rollout(*by_place, routes=out.routes[:, :, :width], lengths=out.mask.sum(1))
+
+
+def check_request(config, prompts, samples_per_prompt, max_new_tokens, temperature):
+    """Raise ValueError, saying why, where `generate` cannot do this. prompts: lists of token ids."""
     if not prompts or samples_per_prompt < 1 or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, one sample and one new token")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}: it must be 0 (greedy) or more")
-    prompts = [encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-    lengths = [len(prompt) for prompt in prompts]
-    if min(lengths) < 1:
+    if not all(prompts):
         raise ValueError("a prompt is empty")
-    unknown = [token for prompt in prompts for token in prompt if not 0 <= token < model.config.vocab_size]
-    if unknown:
-        raise ValueError(f"token {unknown[0]} of a prompt is outside the vocabulary of {model.config.vocab_size}")
-    config, device = model.config, model.embed.weight.device
-    slots = max(lengths) + max_new_tokens
-    if slots > config.context:
+    for token in (token for prompt in prompts for token in prompt):
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"token {token} of a prompt is outside the vocabulary of {config.vocab_size}")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > config.context:
         raise ValueError(
-            f"a prompt of {max(lengths)} tokens and {max_new_tokens} new ones exceed the context of {config.context}"
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of {config.context}"
         )
-    group, rows = samples_per_prompt, len(prompts) * samples_per_prompt
 
-    # The prompts are read once, in a small cache that every sample of the group then gets a copy of.
-    pad = min(PAD, config.vocab_size - 1)  # where the vocabulary lacks it any token will do: padding is never read
-    padded = torch.tensor([prompt + [pad] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
-    prompt_cache = model.new_cache(len(prompts), max(lengths))
-    x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
-    x, prompt_routes = x.unflatten(0, padded.shape), prompt_routes.unflatten(1, padded.shape)
-    cache = model.new_cache(rows, slots)
-    cache.copy_prompts(prompt_cache, group)
 
+def empty_rollout(prompts, routes, slots, pad):
+    """A Rollout of (B, `slots`) places that holds the prompts (B, t) and their routes (L, B, t, K)."""
+    (rows, width), (layers, _, _, k), device = prompts.shape, routes.shape, prompts.device
+    logprobs, entropy = torch.zeros(2, rows, slots, device=device)
     tokens = torch.full((rows, slots), pad, device=device)
-    tokens[:, : padded.size(1)] = padded.repeat_interleave(group, dim=0)
-    written = torch.arange(slots, device=device)
-    position = torch.tensor(lengths, device=device).repeat_interleave(group)  # (B,): where the next token goes
-    tokens.masked_fill_(written >= position[:, None], pad)
+    tokens[:, :width] = prompts
+    all_routes = torch.arange(k, dtype=torch.uint8, device=device).repeat(layers, rows, slots, 1)
+    all_routes[:, :, :width] = routes.to(torch.uint8)
     mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
-    logprobs, entropy = torch.zeros(rows, slots, device=device), torch.zeros(rows, slots, device=device)
-    routes = torch.arange(config.experts_per_token, dtype=torch.uint8, device=device)
-    routes = routes.repeat(config.layers, rows, slots, 1)  # (L, B, T, K)
-    routes[:, :, : padded.size(1)] = prompt_routes.repeat_interleave(group, dim=1).to(torch.uint8)
-
-    noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
-    row = torch.arange(rows, device=device)  # which row of the output stands at each place of the shrinking batch
-    last = position[::group] - 1  # (P,)
-    x = x[torch.arange(len(prompts), device=device), last].repeat_interleave(group, dim=0)  # (B, C)
-    for step in range(max_new_tokens):
-        token, logprob, nats = choose(model.head(x), noise[row, step], temperature)
-        tokens[row, position], mask[row, position] = token, True
-        logprobs[row, position], entropy[row, position] = logprob, nats
-        ended = ended_rows(token)
-        if len(ended) == len(row) or step == max_new_tokens - 1:
-            break
-        if ended:  # the last rows move into the places of those that have ended
-            left = len(row) - len(ended)
-            gaps = [place for place in ended if place < left]
-            movers = sorted(set(range(left, len(row))) - set(ended))
-            source, target = torch.tensor(movers, device=device).long(), torch.tensor(gaps, device=device).long()
-            for of_row in (row, position, token):
-                of_row[target] = of_row[source]
-            row, position, token = row[:left], position[:left], token[:left]
-            cache.shrink(left, source, target)
-        x, taken, _ = model.features(token[:, None], cache=cache, positions=position)
-        routes[:, row, position] = taken.to(torch.uint8)
-        position = position + 1
-
-    response = mask.sum(1)
-    longest = slots if step == max_new_tokens - 1 else int(mask.nonzero()[:, 1].max()) + 1
-    return Rollout(
-        tokens[:, :longest],
-        mask[:, :longest],
-        logprobs[:, :longest],
-        entropy[:, :longest],
-        routes[:, :, :longest],
-        response,
-    )
+    return Rollout(tokens, mask, logprobs, entropy, all_routes, lengths=None)
 
 
-def ended_rows(token):
-    """Which rows (a sorted list) just drew the end token. The one place where the host waits for the device."""
+def leave(ended, cache, *by_row):
+    """Rows that have ended leave the batch: the last ones move into their places. ended: list; by_row: (B,) tensors."""
+    left = len(by_row[0]) - len(ended)
+    gaps = [place for place in ended if place < left]
+    movers = sorted(set(range(left, left + len(ended))) - set(ended))
+    source, target = (torch.tensor(x, device=by_row[0].device).long() for x in (movers, gaps))
+    for x in by_row:
+        x[target] = x[source]
+    cache.shrink(left, source, target)
+    return [x[:left] for x in by_row]
+
+
+def ended_places(token):
+    """The places of the batch that just drew the end token, a sorted list. Only here the host waits for the device."""
     return [place for place, ended in enumerate((token == EOS).tolist()) if ended]
 
 
@@ -185,17 +191,12 @@ def row_noise(seed, rows, count):
     )
 
 
-def pick_device(name="auto"):
-    """torch.device for a name; "auto" takes cuda, then mps, then cpu. Raises ValueError when it is not there."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = next(kind for kind, there in available.items() if there) if name == "auto" else name
-    if not available.get(name):
-        raise ValueError(f"device {name} is not available here: try --device auto")
-    return torch.device(name)
+def main(argv):
+    from harness import Parser, UserError, pick_device, plain_text  # here, so that all above can be copied without them
+    from model import load_model
+    from rewards import TASKS, extract_answer, read_problem, reward
 
-
-def main():
-    parser = argparse.ArgumentParser(description="Ask a trained checkpoint a question, and check its answer.")
+    parser = Parser(description="Ask a trained checkpoint a question, and check its answer.")
     parser.add_argument("question", nargs="?", help="the problem, such as 9-1-4+7; without it, one a line from stdin")
     parser.add_argument("--checkpoint", required=True, help="a .pt file that train.py wrote")
     parser.add_argument("--samples", type=int, default=1, help="responses per question (default: 1)")
@@ -203,26 +204,21 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=96, help="longest response (default: 96)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (default: 0)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="where to run")
-    args = parser.parse_args()
-
-    from model import load_model  # only here, so that everything above can be copied without it
-    from rewards import TASKS, extract_answer, read_problem, reward
-
+    args = parser.parse_args(argv)
+    options = {"samples_per_prompt": args.samples, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    options["temperature"] = args.temperature if args.temperature is not None else float(args.samples > 1)
     try:
-        device = pick_device(args.device)
-        model, about = load_model(args.checkpoint, device=device)
-        if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
-            raise ValueError(f"{args.checkpoint} was trained with another vocabulary")
-        if about.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
-            raise ValueError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
-    except (OSError, ValueError) as error:
-        sys.exit(f"sample.py: {error}")
-    temperature = args.temperature if args.temperature is not None else float(args.samples > 1)
+        model, about = load_model(args.checkpoint, device=pick_device(args.device))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
+        raise UserError(f"{args.checkpoint} was trained with another vocabulary")
+    if about.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
+        raise UserError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
 
     asked = False
     for question in [args.question] if args.question is not None else sys.stdin:
-        question = question.strip()
-        if not question:
+        if not (question := plain_text(question).strip()):
             continue
         asked = True
         try:
@@ -231,30 +227,21 @@ def main():
             problem = None
             print(f"sample.py: warning: {error}; answered unchecked", file=sys.stderr)
         try:
-            rollout = generate(
-                model,
-                [problem.prompt if problem else question],
-                samples_per_prompt=args.samples,
-                max_new_tokens=args.max_new_tokens,
-                temperature=temperature,
-                seed=args.seed,
-            )
+            texts = generate(model, [problem.prompt if problem else question], **options).texts()
         except ValueError as error:
-            sys.exit(f"sample.py: {error}")
+            raise UserError(str(error)) from error
         print(question)
-        for text in rollout.texts():
+        for text in texts:
             verdict = ""
             if problem:
-                answer = extract_answer(text)
                 verdict = "correct" if reward(problem, [text]) == [1.0] else f"wrong, {problem.answer} is right"
-                verdict = f"   [answer: {answer}; {verdict}]"
+                verdict = f"   [answer: {extract_answer(text)}; {verdict}]"
             print(f"  {text}{verdict}", flush=True)
     if not asked:
-        sys.exit("sample.py: no question: give one as an argument, or one a line on standard input")
+        raise UserError("no question: give one as an argument, or one a line on standard input")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    from harness import run_program
+
+    run_program(main)

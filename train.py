@@ -36,6 +36,7 @@ import torch
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
 from harness import (
+    Parser,
     Stop,
     UserError,
     all_reduce,
@@ -196,11 +197,6 @@ def flag(name):
 
 def as_typed(value):
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message} (see --help)")
 
 
 def parse_settings(argv):
@@ -445,7 +441,6 @@ def trainer_logprobs(learner, rollout, rows, width, settings):
             [rollout.spans[row] for row in rows],
             temperature=settings.temperature,
             routes=routes if learner.replay else None,
-            groups=[row // settings.group for row in rows],
         )
     return logprobs, routing_change(probs.detach(), routes[:, :, :-1].flatten(1, 2).index_select(1, read))
 

@@ -142,7 +142,7 @@ def sampling(side, checkpoint):
     ours, (_, prompts) = our_model(checkpoint), work()
     if side == "ours":
         if not checkpoint:
-            sample.ended_rows = lambda token: []
+            sample.ended_places = lambda token: []
         return lambda: sample.generate(ours, prompts, samples_per_prompt=G, max_new_tokens=NEW)
     peer = peer_model(ours).eval()
     check_equal(ours, peer)
@@ -174,12 +174,12 @@ def logprobs(side):
         for chunk in split_by_length([len(row) for row in rows], 2048):
             longest = max(len(rows[i]) for i in chunk)
             tokens = torch.tensor([rows[i] + [PAD] * (longest - len(rows[i])) for i in chunk])
-            chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk], [i // G for i in chunk]))
+            chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk]))
 
         def run():
             ours.zero_grad(set_to_none=True)
-            for tokens, spans, groups in chunks:
-                (-score(ours, tokens, spans, groups=groups)[0].sum() / (P * G * NEW)).backward()
+            for tokens, spans in chunks:
+                (-score(ours, tokens, spans)[0].sum() / (P * G * NEW)).backward()
 
         return run
     from trl.trainer.utils import selective_log_softmax
@@ -211,7 +211,7 @@ def our_rl_step(checkpoint):
     import train
 
     if not checkpoint:
-        sample.ended_rows = lambda token: []
+        sample.ended_places = lambda token: []
     train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
     settings = train.Settings(
         prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4, gspo_clip=(3e-4, 4e-4)

@@ -19,8 +19,9 @@ import torch
 from cases import TINY, fake_gpu, results
 
 import harness
+import sample
 import train
-from model import ModelConfig, Transformer, checkpoint, load_model, split_by_length, token_logprobs
+from model import ModelConfig, Transformer, checkpoint, load_model, token_logprobs
 from sample import Rollout
 
 ROOT = Path(train.__file__).parent
@@ -256,8 +257,7 @@ def test_replay_trains_through_the_samplers_experts():
     rows, width = next(train.chunks_of(foreign, range(32), s))
     a, counts = train.trainer_logprobs(plain, foreign, rows, width, s)
     b, _ = train.trainer_logprobs(replay, foreign, rows, width, s)
-    spans = rollout.spans  # a prompt is read once per group; a last token is not read
-    read = sum(end - 1 - start for start, end in spans) + sum(start for start, _ in spans[::8])
+    read = sum(end - 1 for _, end in rollout.spans)  # a last token is not read
     assert (a - b).abs().max() > 1e-4  # other experts, other log-probs
     assert counts[0] > 0 and counts[1] == 2 * 2 * read
     rows, width = next(train.chunks_of(rollout, range(32), s))
@@ -288,17 +288,11 @@ def test_no_evaluation_problem_is_trained_on():
     assert len(seen) > 100 and not seen & held_out
 
 
-def test_rows_by_length():
-    lengths = [5, 1, 9, 3, 3]
-    assert split_by_length(lengths, 21) == [[1, 3, 4, 0, 2]] and split_by_length(lengths, 10) == [[1, 3, 4, 0], [2]]
-    assert sorted(sum(split_by_length(lengths, 1), [])) == [0, 1, 2, 3, 4] and split_by_length([], 5) == []  # noqa: RUF017
-
-
 def test_a_whole_step_stays_on_the_device(monkeypatch):
     """Imitation, sampling, both losses, backward, clipping and the optimizer, on tensors that claim to be on a GPU."""
     s = settings("--max-new-tokens", "4")
     looks = iter([[], [0, 3], [1], []] * 10)
-    monkeypatch.setattr("sample.ended_rows", lambda token: next(looks))
+    monkeypatch.setattr("sample.ended_places", lambda token: next(looks))
     monkeypatch.setattr(train, "check_finite", lambda **quantities: None)  # looks at values, of which there are none
     monkeypatch.setattr(Rollout, "spans", [(4, 6)] * 32)
     with fake_gpu() as device:
@@ -612,13 +606,13 @@ def command(*argv, **kw):
     )
 
 
-def test_sample_command(finished, monkeypatch, capsys):
-    import sample
-
-    def ask(*argv, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", str(finished / "gspo.pt"), *argv])
+def test_sample_command(finished, tmp_path, capsys, monkeypatch):
+    def ask(*argv, stdin="", checkpoint=finished / "gspo.pt"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        sample.main()
+        try:
+            harness.run_program(sample.main, ["--checkpoint", str(checkpoint), *argv])
+        except SystemExit as exit:
+            assert exit.code in (1, 2)
         return capsys.readouterr()
 
     done = ask("9-1-4+7", "--samples", "2", "--max-new-tokens", "8")
@@ -626,38 +620,32 @@ def test_sample_command(finished, monkeypatch, capsys):
     done = ask(stdin="1+1\n\nwhat is love\n")
     assert "1+1\n" in done.out and "what is love\n" in done.out
     assert "warning" in done.err and "not a chain-sum problem" in done.err
-    for stdin in ("", "\n  \n"):
-        with pytest.raises(SystemExit, match="no question"):
-            ask(stdin=stdin)
-    for flags, message in [(("--samples", "0"), "at least one"), (("--temperature", "-1"), "temperature is -1")]:
-        with pytest.raises(SystemExit, match=message):
-            ask("1+1", *flags)
-
-
-def test_sample_command_refuses(tmp_path, monkeypatch, capsys):
-    import sample
-
-    (tmp_path / "bad.pt").write_bytes(b"junk")
-    torch.save({"a": 1}, tmp_path / "foreign.pt")
     torch.manual_seed(0)
-    other = Transformer(ModelConfig(vocab_size=300, width=16, heads=2, expert_width=16))
-    harness.save(tmp_path / "vocabulary.pt", checkpoint(other, task="chain-sum", special_tokens=[]))
     ours = Transformer(ModelConfig(width=16, heads=2, expert_width=16))
-    harness.save(tmp_path / "task.pt", checkpoint(ours, special_tokens=list(sample.SPECIAL_TOKENS)))
-    harness.save(tmp_path / "tasks.pt", checkpoint(ours, task=[], special_tokens=list(sample.SPECIAL_TOKENS)))
-    for argv, message in [
-        (["--checkpoint", "none.pt", "1+1"], "none.pt"),
-        (["--checkpoint", tmp_path / "bad.pt", "1+1"], "not a checkpoint"),
-        (["--checkpoint", tmp_path / "foreign.pt", "1+1"], "not a checkpoint of this project"),
-        (["--checkpoint", tmp_path / "vocabulary.pt", "1+1"], "another vocabulary"),
-        (["--checkpoint", tmp_path / "task.pt", "1+1"], "another task, None"),
-        (["--checkpoint", tmp_path / "tasks.pt", "1+1"], "another task, []"),
-        (["1+1"], "--checkpoint"),
+    tokens = {"special_tokens": list(sample.SPECIAL_TOKENS)}
+    for name, content in {
+        "foreign": {"a": 1},
+        "vocabulary": checkpoint(ours, task="chain-sum", special_tokens=[]),
+        "task": checkpoint(ours, **tokens),
+        "tasks": checkpoint(ours, task=[], **tokens),
+    }.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+    (tmp_path / "bad.pt").write_bytes(b"junk")
+    for argv, options, message in [
+        (["--samples", "0", "1+1"], {}, "at least one"),
+        (["--temperature", "-1", "1+1"], {}, "temperature is -1"),
+        (["--temperature", "hot", "1+1"], {}, "invalid float value: 'hot' (see --help)"),
+        ([], {}, "no question"),
+        ([], {"stdin": "\n  \n"}, "no question"),
+        (["1+1"], {"checkpoint": "none.pt"}, "none.pt: No such file"),
+        (["1+1"], {"checkpoint": tmp_path / "bad.pt"}, "not a checkpoint"),
+        (["1+1"], {"checkpoint": tmp_path / "foreign.pt"}, "not a checkpoint of this project"),
+        (["1+1"], {"checkpoint": tmp_path / "vocabulary.pt"}, "another vocabulary"),
+        (["1+1"], {"checkpoint": tmp_path / "task.pt"}, "another task, None"),
+        (["1+1"], {"checkpoint": tmp_path / "tasks.pt"}, "another task, []"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv)])
-        with pytest.raises(SystemExit) as exit:
-            sample.main()
-        assert exit.value.code not in (0, None) and message in (str(exit.value.code) + capsys.readouterr().err)
+        done = ask(*argv, **options)
+        assert message in done.err and len(done.err.splitlines()) == 1 and done.out == "", argv
 
 
 def torchrun(*argv, script="train.py"):
