@@ -19,6 +19,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,10 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, its complaints in one line."""
+    """argparse that names defaults, takes no abbreviations, and complains in one line."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message):
         raise UserError(f"{message} (see --help)")
@@ -190,12 +194,12 @@ def write_csv(path, records):
 
 
 def read_settings(folder):
-    """The dict in a run's settings.json. Raises OSError, or UserError where it is none."""
+    """The dict in a run's settings.json. Raises ValueError where there is none."""
     try:
         values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         return values | {"out": str(folder)}  # it may have been moved
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'settings.json'} does not hold the settings of a run") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'settings.json'} does not hold the settings of a run ({error})") from error
 
 
 def resume_command(folder):
@@ -219,19 +223,12 @@ def run_folder(folder, settings, resuming):
     try:
         if all_reduce(busy):
             raise UserError(f"another run is writing to {folder}: let it end, or choose another --out")
-        settings = json.loads(json.dumps(settings)) | {"out": str(folder)}
-        if (folder / "settings.json").exists():
-            earlier = read_settings(folder)
-            differ = [
-                f"--{key} was {earlier.get(key)}, is {settings[key]}"
-                for key in settings
-                if settings[key] != earlier.get(key)
-            ]
-            if differ:
-                changes = ", ".join(differ).replace("_", "-")
-                raise UserError(
-                    f"{folder} holds a run with other settings ({changes}): choose another --out or delete it"
-                )
+        settings = settings | {"out": str(folder)}
+        earlier = read_settings(folder) if (folder / "settings.json").exists() else settings
+        changes = [f"--{k} was {earlier.get(k)}, is {v}" for k, v in settings.items() if v != earlier.get(k)]
+        if changes:
+            changes = ", ".join(changes).replace("_", "-")
+            raise UserError(f"{folder} holds a run with other settings ({changes}): choose another --out or delete it")
         state = load_state(folder / "state.pt")
         finished = state is not None and state["phase"] == "done"
         if state is not None and not resuming and not finished:
@@ -270,25 +267,23 @@ def load_state(path):
 # Steps that can be stopped
 
 
-class Stop:
-    """While it is entered, Ctrl-C and SIGTERM let the step in hand end; a second one leaves at once."""
+@contextmanager
+def stoppable(folder, device):
+    """Meanwhile Ctrl-C and SIGTERM let the step in hand end (see `resumable`); a second one leaves at once."""
+    asked = []
 
-    def __init__(self, folder, device):
-        self.folder, self.device, self.signal, self.before = folder, device, 0, {}
+    def ask(number, frame):
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
 
-    def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # only there can signals be caught
-            self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there can signals be caught
+    before = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)} if in_main_thread else {}
+    try:
+        yield SimpleNamespace(folder=folder, device=device, asked=asked)
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def ask(self, number, frame):
-        if self.signal:
-            os._exit(128 + self.signal)
-        self.signal = number
 
 
 def resumable(name, first, last, every, save, stop, status=lambda: ""):
@@ -301,7 +296,7 @@ def resumable(name, first, last, every, save, stop, status=lambda: ""):
     for step in bar:
         yield step
         # once any process was asked to stop, all do, at the same step
-        asked = int(all_reduce(torch.tensor(stop.signal, device=stop.device), dist.ReduceOp.MAX))
+        asked = int(all_reduce(torch.tensor(sum(stop.asked), device=stop.device), dist.ReduceOp.MAX))
         if asked or (step + 1) % every == 0 or step + 1 == last:
             save(step + 1)
         if asked:

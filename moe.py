@@ -108,8 +108,8 @@ def load_balance_loss(probs, routes):
 
 
 def can_group(*weights):
-    """Whether `F.grouped_mm` takes these, without a wait for the device: torch 2.10 or newer, float32 on a CPU or
-    bfloat16 on a CPU or an NVIDIA GPU, rows of a multiple of 16 bytes."""
+    """Whether `F.grouped_mm` takes these: from torch 2.10 on, float32 or bfloat16 on a CPU, bfloat16 on an NVIDIA GPU,
+    rows of a multiple of 16 bytes."""
     kinds = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
     return hasattr(F, "grouped_mm") and all(
         (w.device.type, w.dtype) in kinds and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])

@@ -23,160 +23,30 @@ Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens
 
 import argparse
 import copy
-import hashlib
 import random
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
 import torch
 
+import harness
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from harness import (
-    Parser,
-    Stop,
-    UserError,
-    all_reduce,
-    gather_rows,
-    log,
-    log_step,
-    pick_device,
-    rank,
-    read_settings,
-    resumable,
-    run_folder,
-    run_program,
-    save,
-    save_state,
-    side_by_side,
-    sparkline,
-    start_processes,
-    sum_gradients,
-    world_size,
-    write_csv,
-)  # fmt: skip
+from harness import UserError, all_reduce, log, rank, world_size
 from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
 from moe import expert_load, load_balance_loss, routing_change
 from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
 from sample import EOS, PAD, SPECIAL_TOKENS, THINK, Rollout, encode_prompt, encode_response, generate, tokenizer
 
 LOSSES = {"gspo": gspo_loss, "grpo": grpo_loss}
+DTYPES = ("float32", "bfloat16")
+LEARNERS = ("gspo", "grpo", "gspo+replay", "grpo+replay")
 UPDATE_METRICS = (
     "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
     "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
 )  # fmt: skip
-INF = float("inf")
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings
-
-
-def setting(default, text, must_be="", holds=None, **more):
-    """A flag: its default, its meaning, and what a value must be, in words and as a test."""
-    return field(default=default, metadata={"help": text, "must_be": must_be, "holds": holds, **more})
-
-
-def count(default, text, least=1, **more):
-    return setting(default, text, f"at least {least}", lambda x: x >= least, **more)
-
-
-def positive(default, text, **more):
-    return setting(default, text, "above 0, and finite", lambda x: 0 < x < INF, **more)
-
-
-@dataclass
-class Settings:
-    """Every flag; `--help` is made of this. Raises UserError for values out of bounds, or that do not go together."""
-
-    preset: str = setting("tiny", "sizes to start from; flags win", choices=("tiny", "laptop-gpu"), group="the run")
-    learners: tuple = setting(
-        ("gspo", "grpo"),
-        "who races, from one warm start",
-        choices=("gspo", "grpo", "gspo+replay", "grpo+replay"),
-        nargs="+",
-    )
-    seed: int = setting(0, "decides all that is random", "from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
-    out: str = setting("", "folder for the results; if none is given, out/PRESET-TASK-seedN")
-    device: str = setting("auto", "auto takes cuda, then mps, then cpu", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("float32", "of the matrix products (weights: float32)", choices=("float32", "bfloat16"))
-    save_every: int = count(10, "RL steps between saved states (warm start: 20 times as many)")
-
-    task: str = setting("chain-sum", "which problems to solve", choices=tuple(TASKS), group="the task")
-    max_terms: int = count(6, "most numbers in a chain sum (a countdown has 3 or 4)")
-    largest: int = setting(9, "largest number in a problem", "from 2 to 99", lambda x: 2 <= x <= 99)
-    eval_problems: int = count(200, "held-out problems per number of terms")
-
-    width: int = count(96, "model width C", group="the model")
-    layers: int = count(2, "transformer blocks L")
-    heads: int = count(4, "query heads H")
-    kv_heads: int = count(2, "key/value heads")
-    experts: int = count(8, "experts per block E")
-    experts_per_token: int = count(2, "experts that each token goes through, K")
-    expert_width: int = count(96, "hidden width of one expert")
-
-    warm_steps: int = count(1200, "steps of imitation before RL", group="imitation")
-    warm_batch: int = count(64, "worked solutions per step of imitation")
-    warm_lr: float = positive(3e-3, "peak learning rate of imitation")
-    warm_think: float = setting(0.4, "share of solutions that reason first", "from 0 to 1", lambda x: 0 <= x <= 1)
-    warm_chunk: int = count(700, "tokens that go through the model at once in imitation")
-    aux_coef: float = setting(
-        0.01,
-        "weight of the load-balance loss in imitation (RL has none)",
-        "0 or more, and finite",
-        lambda x: 0 <= x < INF,
-    )
-
-    rl_steps: int = count(36, "RL steps of each learner", group="reinforcement learning")
-    prompts: int = count(32, "problems per RL step, P")
-    group: int = count(16, "responses per problem, G", least=2)
-    minibatches: int = count(4, "optimizer steps per pass over a step's responses")
-    epochs: int = count(1, "passes over a step's responses")
-    lr: float = positive(2e-4, "learning rate of RL, after a linear warm-up of 5 steps")
-    temperature: float = positive(1.0, "of sampling (samples must differ), and of the log-probs that are trained")
-    max_new_tokens: int = count(64, "longest response; longer ones are cut and score what they score")
-    gspo_clip: tuple = positive((3e-3, 4e-3), "GSPO's window [1 - LOW, 1 + HIGH]", nargs=2, metavar=("LOW", "HIGH"))
-    grpo_clip: tuple = positive((0.2, 0.27), "GRPO's window [1 - LOW, 1 + HIGH]", nargs=2, metavar=("LOW", "HIGH"))
-    old_logprobs: str = setting("sampler", "the sampler's, or a pass of the trainer", choices=("sampler", "recompute"))
-    sampler_dtype: str = setting("float32", "bfloat16: an imprecise sampler", choices=("float32", "bfloat16"))
-    micro_tokens: int = count(2048, "tokens that go through the model at once in RL training")
-
-    def __post_init__(self):
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, list):  # as argparse and JSON have it
-                setattr(self, f.name, tuple(value))
-            if f.metadata["holds"] and not all(map(f.metadata["holds"], value if "nargs" in f.metadata else [value])):
-                raise UserError(f"{flag(f.name)} is {as_typed(value)}: it must be {f.metadata['must_be']}")
-        if self.prompts * self.group % self.minibatches:
-            raise UserError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
-        if len(set(self.learners)) < len(self.learners):
-            raise UserError("--learners names one twice")
-        if self.terms[0] not in TASKS[self.task] or self.terms[-1] not in TASKS[self.task]:
-            raise UserError(f"--max-terms is {self.max_terms}: a chain sum has 2 to {TASKS[self.task][-1]} numbers")
-        if 1 + 3 * max(self.terms.stop, 6) + self.max_new_tokens > ModelConfig.context:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens} does not fit the context of {ModelConfig.context}")
-        try:
-            self.model_config  # noqa: B018 - raises for sizes that do not fit together
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
-    @property
-    def model_config(self):
-        names = ("width", "layers", "heads", "kv_heads", "experts", "experts_per_token", "expert_width")
-        return ModelConfig(vocab_size=tokenizer.n_vocab, **{name: getattr(self, name) for name in names})
-
-    @property
-    def terms(self):
-        return range(2, self.max_terms + 1) if self.task == "chain-sum" else TASKS[self.task]
-
-    @property
-    def folder(self):
-        return Path(self.out or f"out/{self.preset}-{self.task}-seed{self.seed}")
-
-
 PRESETS = {
     "tiny": {},
     # 45M parameters, 8M of them active per token. Weights, gradients and Adam's two moments take 16 bytes a parameter
@@ -191,47 +61,140 @@ PRESETS = {
 }  # fmt: skip
 
 
-def flag(name):
-    return "--" + name.replace("_", "-")
+def number(kind, words, holds):
+    """A type for argparse: an int or a float of which `holds` is true, in words."""
+
+    def read(text):
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number at all
+    return read
 
 
-def as_typed(value):
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+count = number(int, "at least 1", lambda x: x >= 1)
+positive = number(float, "above 0 and finite", lambda x: 0 < x < float("inf"))
+share = number(float, "from 0 to 1", lambda x: 0 <= x <= 1)
+
+
+def flags():
+    """The parser of the command line: every setting, its default and its meaning."""
+    parser = harness.Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR, with the settings it has")
+    add = parser.add_argument_group("the run").add_argument
+    add("--preset", default="tiny", choices=tuple(PRESETS), help="sizes to start from; flags beside it win")
+    add("--learners", default=["gspo", "grpo"], nargs="+", choices=LEARNERS, help="who races, from one warm start")
+    add("--seed", default=0, type=number(int, "0 to 2**63 - 1", lambda x: 0 <= x < 2**63), help="decides all chance")
+    add("--out", default="", help="folder for the results; if none is given, out/PRESET-TASK-seedN")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto takes cuda, then mps, then cpu")
+    add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
+    add("--save-every", default=10, type=count, help="RL steps between saved states (warm start: 20 times as many)")
+    add = parser.add_argument_group("the task").add_argument
+    add("--task", default="chain-sum", choices=tuple(TASKS), help="which problems to solve")
+    add("--max-terms", default=6, type=count, help="most numbers in a chain sum (a countdown has 3 or 4)")
+    add("--largest", default=9, type=number(int, "2 to 99", lambda x: 2 <= x <= 99), help="largest number in a problem")
+    add("--eval-problems", default=200, type=count, help="held-out problems per number of terms")
+    add = parser.add_argument_group("the model").add_argument
+    add("--width", default=96, type=count, help="model width C")
+    add("--layers", default=2, type=count, help="transformer blocks L")
+    add("--heads", default=4, type=count, help="query heads H")
+    add("--kv-heads", default=2, type=count, help="key/value heads J")
+    add("--experts", default=8, type=count, help="experts per block E")
+    add("--experts-per-token", default=2, type=count, help="experts that each token goes through, K")
+    add("--expert-width", default=96, type=count, help="hidden width of one expert")
+    add = parser.add_argument_group("imitation").add_argument
+    add("--warm-steps", default=1200, type=count, help="steps of imitation before RL")
+    add("--warm-batch", default=64, type=count, help="worked solutions per step of imitation")
+    add("--warm-lr", default=3e-3, type=positive, help="peak learning rate of imitation")
+    add("--warm-think", default=0.4, type=share, help="share of worked solutions that reason before they answer")
+    add("--warm-chunk", default=700, type=count, help="tokens that go through the model at once in imitation")
+    add("--aux-coef", default=0.01, type=share, help="weight of the load-balance loss in imitation (RL has none)")
+    add = parser.add_argument_group("reinforcement learning").add_argument
+    add("--rl-steps", default=36, type=count, help="RL steps of each learner")
+    add("--prompts", default=32, type=count, help="problems per RL step, P")
+    add("--group", default=16, type=number(int, "at least 2", lambda x: x >= 2), help="responses per problem, G")
+    add("--minibatches", default=4, type=count, help="optimizer steps per pass over a step's responses")
+    add("--epochs", default=1, type=count, help="passes over a step's responses")
+    add("--lr", default=2e-4, type=positive, help="learning rate of RL, after a linear warm-up of 5 steps")
+    add("--temperature", default=1.0, type=positive, help="of sampling, and of the log-probs that are trained")
+    add(
+        "--max-new-tokens", default=64, type=count, help="longest response; longer ones are cut, and scored as they are"
+    )
+    window = {"nargs": 2, "type": positive, "metavar": ("LOW", "HIGH")}
+    add("--gspo-clip", default=[3e-3, 4e-3], **window, help="GSPO's window [1 - LOW, 1 + HIGH]")
+    add("--grpo-clip", default=[0.2, 0.27], **window, help="GRPO's window [1 - LOW, 1 + HIGH]")
+    add("--old-logprobs", default="sampler", choices=("sampler", "recompute"), help="the sampler's, or one more pass")
+    add("--sampler-dtype", default="float32", choices=DTYPES, help="bfloat16: an imprecise sampler, on purpose")
+    add("--micro-tokens", default=2048, type=count, help="tokens that go through the model at once in RL training")
+    return parser
+
+
+class Settings(argparse.Namespace):
+    """The values of all flags, and what follows from them."""
+
+    @property
+    def model_config(self):
+        names = ("width", "layers", "heads", "kv_heads", "experts", "experts_per_token", "expert_width")
+        return ModelConfig(vocab_size=tokenizer.n_vocab, **{name: getattr(self, name) for name in names})
+
+    @property
+    def terms(self):
+        return range(2, self.max_terms + 1) if self.task == "chain-sum" else TASKS[self.task]
+
+    @property
+    def folder(self):
+        return Path(self.out or f"out/{self.preset}-{self.task}-seed{self.seed}")
+
+    def check(self):
+        """Raise ValueError for values that do not go together."""
+        if self.prompts * self.group % self.minibatches:
+            raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
+        if len(set(self.learners)) < len(self.learners):
+            raise ValueError("--learners names one twice")
+        if self.task == "chain-sum" and self.max_terms not in TASKS[self.task]:
+            raise ValueError(f"--max-terms is {self.max_terms}: a chain sum has 2 to {TASKS[self.task][-1]} numbers")
+        if 1 + 3 * max(self.terms.stop, 6) + self.max_new_tokens > self.model_config.context:
+            raise ValueError(
+                f"--max-new-tokens {self.max_new_tokens} does not fit the context of {ModelConfig.context}"
+            )
 
 
 def parse_settings(argv):
     """(settings, resuming): of the command line, or of the run that --resume names. Raises UserError."""
-    # what was not typed is not there, so that presets and --resume can tell
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR, with the settings it has")
-    for f in fields(Settings):
-        if "group" in f.metadata:
-            section = parser.add_argument_group(f.metadata["group"])
-        kind = type(f.default[0] if isinstance(f.default, tuple) else f.default)
-        options = {key: f.metadata[key] for key in ("choices", "nargs", "metavar") if key in f.metadata}
-        text = f"{f.metadata['help']} (default: {as_typed(f.default) or 'none'})"
-        section.add_argument(flag(f.name), type=kind, help=text, **options)
-    typed = vars(parser.parse_args(argv))
-    if folder := typed.pop("resume", None):
-        if typed:
-            raise UserError(f"--resume takes the settings of the run it continues: leave out {flag(min(typed))}")
-        try:
-            return Settings(**read_settings(Path(folder))), True
-        except (OSError, TypeError, UserError) as error:
-            raise UserError(f"cannot resume {folder}: {error}") from error
-    preset = dict(PRESETS[typed.get("preset", "tiny")])
-    if preset.get("dtype") == "bfloat16" and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()):
-        del preset["dtype"]  # a preset asks for it only where the device has it
-    return Settings(**(preset | typed)), False
+    values = vars(flags().parse_args(argv))
+    words = {word.split("=")[0] for word in argv}
+    typed = {name: value for name, value in values.items() if flag(name) in words}
+    preset = dict(PRESETS[values["preset"]])
+    if not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()):
+        preset.pop("dtype", None)  # a preset asks for bfloat16 only where the device has it
+    folder = values["resume"]
+    if folder and len(typed) > 1:
+        raise UserError(f"--resume takes the settings of the run it continues: leave out {flag(min(typed))}")
+    try:
+        if folder:
+            typed = vars(flags().parse_args(as_flags(harness.read_settings(Path(folder)))))
+        settings = Settings(**(values | preset | typed))
+        settings.check()
+    except (ValueError, UserError) as error:
+        raise UserError(f"cannot resume {folder}: {error}" if folder else str(error)) from error
+    del settings.resume
+    return settings, bool(folder)
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def as_flags(values):
+    """{"lr": 2e-4, "gspo_clip": [3e-3, 4e-3]} -> ["--lr", "0.0002", "--gspo-clip", "0.003", "0.004"]"""
+    return [word for k, v in values.items() for word in (flag(k), *map(str, v if isinstance(v, list) else [v]))]
 
 
 def rng(settings, *purpose):
     """A random.Random that depends on the seed and the purpose alone, e.g. rng(settings, "problems", step)."""
     return random.Random("/".join(map(str, (settings.seed, *purpose))))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Learners
 
 
 class Learner:
@@ -249,7 +212,7 @@ class Learner:
 
     def step(self, lr, loss):
         """Sum the gradients over the processes, clip their norm to 1, step. Returns the norm before clipping."""
-        sum_gradients(self.model.parameters())
+        harness.sum_gradients(self.model.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         check_finite(loss=loss, gradient=grad_norm)
         self.optimizer.param_groups[0]["lr"] = lr
@@ -261,25 +224,28 @@ class Learner:
         return {"weights": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "history": self.history}
 
     def restore(self, state):
-        """Go back to a saved state. Raises UserError where it does not fit."""
+        """Go back to a saved state; returns the number of steps done. Raises UserError where it does not fit."""
         try:
             saved = state["learners"][self.name]
             self.model.load_state_dict(saved["weights"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.history = list(saved["history"])
+            return state["step"]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"the saved state of {self.name} does not fit ({type(error).__name__})") from error
 
 
-class NotFinite(Exception):
-    """A loss, gradient, log-probability or weight became nan or inf."""
-
-
 def check_finite(**quantities):
-    """Raise NotFinite, naming the first of these tensors that holds a nan or inf."""
+    """Raise FloatingPointError, naming the first of these tensors that holds a nan or inf."""
     for name, value in quantities.items():
         if not torch.isfinite(value).all():
-            raise NotFinite(name)
+            raise FloatingPointError(f"{name} is not finite")
+
+
+def facts(settings):
+    """What a checkpoint says about its model."""
+    names = ("task", "max_terms", "largest")
+    return {"special_tokens": list(SPECIAL_TOKENS)} | {name: getattr(settings, name) for name in names}
 
 
 def precision(settings, device):
@@ -287,15 +253,15 @@ def precision(settings, device):
     return nullcontext() if settings.dtype == "float32" else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Warm start: imitation of worked solutions
+def random_problem(settings, draw):
+    return make_problem(settings.task, draw.choice(settings.terms), draw, largest=settings.largest)
 
 
 def worked_solutions(settings, step):
     """(token lists, prompt lengths) of one batch: some think before they answer, most blurt the answer out."""
     draw, solutions, prompt_lengths = rng(settings, "warm", step), [], []
     for _ in range(settings.warm_batch):
-        problem = make_problem(settings.task, draw.choice(settings.terms), draw, largest=settings.largest)
+        problem = random_problem(settings, draw)
         prompt, think = encode_prompt(problem.prompt), draw.random() < settings.warm_think
         solutions.append(prompt + encode_response(worked_solution(problem, think=think)))
         prompt_lengths.append(len(prompt))
@@ -322,7 +288,7 @@ def imitate(learner, settings, step, device):
     # The chunks depend on the batch alone; each process takes its share of them.
     chunks = split_by_length(lengths, settings.warm_chunk)[rank() :: world_size()]
     loss = torch.zeros((), device=device)
-    for chunk_loss, gradients in side_by_side(gradient, chunks, device):
+    for chunk_loss, gradients in harness.side_by_side(gradient, chunks, device):
         loss += chunk_loss
         for p, g in zip(parameters, gradients):
             p.grad = g if p.grad is None else p.grad + g
@@ -333,55 +299,38 @@ def imitate(learner, settings, step, device):
 
 def warm_start(settings, device, stop, state):
     """The model that all learners start from: cached in the run's folder, resumed, or trained from nothing."""
-    # The name holds all that determines the weights, so that a cached model is never taken for another.
-    names = ["task", "seed", "max_terms", "largest", "dtype", "aux_coef", *(f.name for f in fields(Settings))]
-    facts = [(name, getattr(settings, name)) for name in names if name[:5] == "warm_" or name in names[:6]]
-    facts += [settings.model_config, torch.__version__, device.type, torch.get_num_threads(), world_size()]
-    path = settings.folder / f"warm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}.pt"
+    path = settings.folder / "warm.pt"
     if path.exists():
         log(f"warm start: taken from {path}")
         try:
-            return load_model(path, device=device)[0].train()
+            model = load_model(path, device=device)[0].train()
         except ValueError as error:
             raise UserError(str(error)) from error
-
+        if model.config != settings.model_config:
+            raise UserError(f"{path} has other sizes than this run: delete it, or choose another --out")
+        return model
     torch.manual_seed(settings.seed)
     learner = Learner("warm", Transformer(settings.model_config).to(device), settings, settings.warm_lr)
-    first, loss, seen, began = 0, torch.zeros(()), 0, time.perf_counter()
-    if state is not None:
-        learner.restore(state)
-        first = state["step"]
+    first = learner.restore(state) if state is not None else 0
+    loss, seen, began, every = torch.zeros(()), 0, time.perf_counter(), 20 * settings.save_every
 
-    def save_warm(steps):
+    def save_warm(step):
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
-        save_state(settings.folder, "warm", steps, [learner])
-
-    def status():
-        return f"loss {loss:.3f}, {seen / (time.perf_counter() - began):.0f} tokens/s"
+        harness.save_state(settings.folder, "warm", step, [learner])
 
     save_warm(first)
     try:
-        every = 20 * settings.save_every
-        for step in resumable("warm start", first, settings.warm_steps, every, save_warm, stop, status):
+        steps = harness.resumable(
+            "warm start", first, settings.warm_steps, every, save_warm, stop, lambda: f"{loss:.3f}"
+        )
+        for step in steps:
             loss, tokens = imitate(learner, settings, step, device)
             seen += tokens
-    except NotFinite as error:
-        raise UserError(
-            f"warm start, step {step + 1}: {error} is not finite; try a smaller --warm-lr", code=1
-        ) from error
+    except FloatingPointError as error:
+        raise UserError(f"warm start, step {step + 1}: {error}; try a smaller --warm-lr", code=1) from error
     log(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
-    save(path, checkpoint(learner.model, task=settings.task, special_tokens=list(SPECIAL_TOKENS)))
+    harness.save(path, checkpoint(learner.model, **facts(settings)))
     return learner.model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One RL step: sample, verify, compare, update
-
-
-def training_problems(settings, step):
-    draw = rng(settings, "problems", step)
-    sizes = {"largest": settings.largest}
-    return [make_problem(settings.task, draw.choice(settings.terms), draw, **sizes) for _ in range(settings.prompts)]
 
 
 def respond(learner, problems, settings, step, device):
@@ -405,7 +354,7 @@ def respond(learner, problems, settings, step, device):
     if world_size() == 1:
         return rollout
     rows_first = vars(rollout) | {"routes": rollout.routes.movedim(0, 2)}  # (B, T, L, K)
-    gathered = {name: gather_rows(x) for name, x in rows_first.items()}
+    gathered = {name: harness.gather_rows(x) for name, x in rows_first.items()}
     return Rollout(**gathered | {"routes": gathered["routes"].movedim(2, 0)})
 
 
@@ -516,11 +465,11 @@ def rl_step(learner, problems, settings, step, device):
                 count = len(minibatch)
                 updates.append(update(learner, rollout, old_logprobs, advantages, rows, count, settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
-    except NotFinite as error:  # keep what led to it beside, not over, the last good state
+    except FloatingPointError as error:  # keep what led to it beside, not over, the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"
         batch = {"tokens": rollout.tokens, "mask": rollout.mask, "old_logprobs": old_logprobs, "advantages": advantages}
-        save(path, {"step": step + 1, "quantity": str(error), "weights": learner.model.state_dict(), **batch})
-        where = f"step {step + 1}, {learner.name}: {error} is not finite"
+        harness.save(path, {"step": step + 1, "quantity": str(error), "weights": learner.model.state_dict(), **batch})
+        where = f"step {step + 1}, {learner.name}: {error}"
         raise UserError(f"{where}; try a smaller --lr in another --out. What led to it is in {path}", code=1) from error
     seconds = time.perf_counter() - began
     record = measure(rollout, rewards, updates, settings)
@@ -543,9 +492,6 @@ def example(problems, texts, rewards, advantages, group):
     return "no problem got both right and wrong responses at this step"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The race
-
 LOG_COLUMNS = {  # of the CSV, as the log shows them: heading, format, factor
     "reward": (" reward", "7.3f", 1),
     "length": ("  len", "5.1f", 1),
@@ -561,25 +507,22 @@ def race(learners, settings, device, stop, first, before):
     """In lockstep: at each step every learner gets the same problems and the same sampling noise."""
 
     def save_race(steps):
-        save_state(settings.folder, "rl", steps, learners, before=before)
+        harness.save_state(settings.folder, "rl", steps, learners, before=before)
 
-    for step in resumable("RL", first, settings.rl_steps, settings.save_every, save_race, stop):
-        problems = training_problems(settings, step)
+    for step in harness.resumable("RL", first, settings.rl_steps, settings.save_every, save_race, stop):
+        draw = rng(settings, "problems", step)
+        problems = [random_problem(settings, draw) for _ in range(settings.prompts)]
         one_step = partial(rl_step, problems=problems, settings=settings, step=step, device=device)
-        examples = side_by_side(one_step, learners, device)
-        log_step(step, {learner.name: learner.history[-1] for learner in learners}, LOG_COLUMNS)
+        examples = harness.side_by_side(one_step, learners, device)
+        harness.log_step(step, {learner.name: learner.history[-1] for learner in learners}, LOG_COLUMNS)
         for learner, text in zip(learners, examples):
-            write_csv(settings.folder / f"{learner.name}.csv", learner.history)
+            harness.write_csv(settings.folder / f"{learner.name}.csv", learner.history)
             if (step + 1) % 10 == 0:
                 log(f"      {learner.name}: {text}")
                 if all(record["zero_std_groups"] == 1 for record in learner.history[-10:]):
                     log(
                         "      for 10 steps no group held both right and wrong responses: nothing is left to learn from"
                     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
 
 
 def held_out_problems(settings):
@@ -597,22 +540,17 @@ def held_out_problems(settings):
 
 def evaluate(model, settings, device):
     """For each number of terms, accuracy sampled (once, at temperature 1) and greedy: a list of dicts."""
-    problems, at_once = held_out_problems(settings), 256
-    right = torch.zeros(settings.terms.stop, 2, device=device)  # by number of terms, and by way of decoding
-    for way, temperature in enumerate((1.0, 0.0)):
-        for first in range(rank() * at_once, len(problems), world_size() * at_once):
-            some = problems[first : first + at_once]
-            prompts, options = [problem.prompt for problem in some], {"max_new_tokens": settings.max_new_tokens}
-            with precision(settings, device):
-                rollout = generate(model, prompts, temperature=temperature, first_row=first, **options)
-            for problem, point in zip(some, verify(some, rollout.texts(), 1)):
-                right[len(problem.numbers), way] += point
-    all_reduce(right)
+    problems, points = held_out_problems(settings), {}
+    for way, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        prompts, longest = [problem.prompt for problem in problems], settings.max_new_tokens
+        with precision(settings, device):
+            rollout = generate(model, prompts, max_new_tokens=longest, temperature=temperature)
+        points[way] = verify(problems, rollout.texts(), 1)
     results = []
     for terms in settings.terms:
-        count = sum(len(problem.numbers) == terms for problem in problems)
-        sampled, greedy = (right[terms] / count).tolist()
-        results.append({"terms": terms, "sampled": sampled, "greedy": greedy, "problems": count})
+        rows = [row for row, problem in enumerate(problems) if len(problem.numbers) == terms]
+        means = {way: sum(points[way][row] for row in rows) / len(rows) for way in points}
+        results.append({"terms": terms, **means, "problems": len(rows)})
     return results
 
 
@@ -635,28 +573,26 @@ def summary(learners, before, after):
     for learner in learners:
         rewards = [record["reward"] for record in learner.history]
         late = rewards[-10:]
-        log(f"  {learner.name:<12}{sparkline(rewards)}  mean of the last {len(late)}: {sum(late) / len(late):.3f}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+        mean = f"mean of the last {len(late)}: {sum(late) / len(late):.3f}"
+        log(f"  {learner.name:<12}{harness.sparkline(rewards)}  {mean}")
 
 
 def describe(settings, device):
     """What is run, and a word on settings under which the race shows less than it seems to."""
-    s, preset = settings, Settings(**PRESETS[settings.preset])
-    named = ("preset", "task", "learners", "seed", "out")
-    differ = [f.name for f in fields(s) if f.name not in named and getattr(s, f.name) != getattr(preset, f.name)]
-    changed = " ".join(f"{flag(name)} {as_typed(getattr(s, name))}" for name in differ)
+    s, named = settings, ("preset", "task", "learners", "seed", "out")
+    preset = vars(parse_settings(["--preset", s.preset])[0])
+    changed = as_flags({k: v for k, v in vars(s).items() if k not in named and v != preset[k]})
     with torch.device("meta"):
         every, active = Transformer(s.model_config).num_parameters()
-    log(f"{s.preset} preset, {s.task}, {' against '.join(s.learners)}, seed {s.seed}, into {s.folder}")
-    log(f"  changed     {changed or 'nothing'}")
-    log(f"  model       {every:,} parameters, of which a token uses {active:,}")
-    log(f"  imitation   {s.warm_steps} steps of {s.warm_batch} worked solutions, {s.warm_think:.0%} of which think")
-    steps = f"{s.rl_steps} steps of {s.prompts} x {s.group} responses, {s.epochs * s.minibatches} updates each"
-    log(f"  RL          {steps}, learning rate {s.lr:g}")
     threads = f"{world_size()} x {torch.get_num_threads()} threads"
-    log(f"  running on  {device}, {s.dtype}, {threads}, torch {torch.__version__}")
+    log(
+        f"{s.preset} preset, {s.task}, {' against '.join(s.learners)}, seed {s.seed}, into {s.folder}\n"
+        f"  changed     {' '.join(changed) or 'nothing'}\n"
+        f"  model       {every:,} parameters, of which a token uses {active:,}\n"
+        f"  imitation   {s.warm_steps} steps of {s.warm_batch} worked solutions, {s.warm_think:.0%} of which think\n"
+        f"  RL          {s.rl_steps} steps of {s.prompts} x {s.group} responses, learning rate {s.lr:g}\n"
+        f"  running on  {device}, {s.dtype}, {threads}, torch {torch.__version__}"
+    )
     if s.minibatches == s.epochs == 1:
         log("note: one minibatch and one epoch: every ratio is 1, so GSPO and GRPO have the same gradient")
     if s.temperature != 1:
@@ -670,26 +606,25 @@ def run(settings, device, state, stop):
     start = warm_start(settings, device, stop, None if racing else state)
     learners = [Learner(name, copy.deepcopy(start), settings, settings.lr) for name in settings.learners]
     if racing:
-        first, before = state["step"], state["before"]
+        before = state["before"]
         for learner in learners:
-            learner.restore(state)
+            first = learner.restore(state)
     else:
         first, before = 0, evaluate(start, settings, device)
-        save_state(folder, "rl", 0, learners, before=before)
+        harness.save_state(folder, "rl", 0, learners, before=before)
     log(f"before RL: accuracy {accuracy(before, 'sampled'):.3f} sampled, {accuracy(before, 'greedy'):.3f} greedy")
 
     race(learners, settings, device, stop, first, before)
 
-    evaluations = side_by_side(lambda learner: evaluate(learner.model, settings, device), learners, device)
+    evaluations = harness.side_by_side(lambda learner: evaluate(learner.model, settings, device), learners, device)
     after = {learner.name: results for learner, results in zip(learners, evaluations)}
     table = []
     for learner in learners:
         for stage, results in (("before", before), ("after", after[learner.name])):
             table += [{"learner": learner.name, "stage": stage} | result for result in results]
-        facts = {"task": settings.task, "special_tokens": list(SPECIAL_TOKENS), "learner": learner.name}
-        save(folder / f"{learner.name}.pt", checkpoint(learner.model, **facts))
-    write_csv(folder / "eval.csv", table)
-    save_state(folder, "done", settings.rl_steps, learners, before=before)
+        harness.save(folder / f"{learner.name}.pt", checkpoint(learner.model, learner=learner.name, **facts(settings)))
+    harness.write_csv(folder / "eval.csv", table)
+    harness.save_state(folder, "done", settings.rl_steps, learners, before=before)
     summary(learners, before, after)
     files = " ".join(f"{learner.name}.csv {learner.name}.pt" for learner in learners)
     log(f"\n{time.perf_counter() - began:.0f} s. In {folder}: {files} eval.csv")
@@ -698,11 +633,14 @@ def run(settings, device, state, stop):
 
 def main(argv):
     settings, resuming = parse_settings(argv)
-    device = pick_device(settings.device)
+    device = harness.pick_device(settings.device)
     if settings.prompts % world_size():
         raise UserError(f"--prompts {settings.prompts} do not divide among {world_size()} processes")
-    device = start_processes(device)
-    with run_folder(settings.folder, asdict(settings), resuming) as state, Stop(settings.folder, device) as stop:
+    device = harness.start_processes(device)
+    with (
+        harness.run_folder(settings.folder, vars(settings), resuming) as state,
+        harness.stoppable(settings.folder, device) as stop,
+    ):
         if state is not None and state["phase"] == "done":
             log(f"{settings.folder} holds a finished run: nothing to resume")
         else:
@@ -710,4 +648,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_program(main)
+    harness.run_program(main)

@@ -213,9 +213,8 @@ def our_rl_step(checkpoint):
     if not checkpoint:
         sample.ended_places = lambda token: []
     train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
-    settings = train.Settings(
-        prompts=P, group=G, minibatches=UPDATES, max_new_tokens=NEW, lr=1e-4, gspo_clip=(3e-4, 4e-4)
-    )
+    sizes = f"--prompts {P} --group {G} --minibatches {UPDATES} --max-new-tokens {NEW}"
+    settings, _ = train.parse_settings(f"{sizes} --lr 1e-4 --gspo-clip 3e-4 4e-4".split())
     learner = train.Learner("gspo", our_model(checkpoint), settings, settings.lr)
     problems, steps = work()[0], iter(range(10**6))
     return lambda: train.rl_step(learner, problems, settings, next(steps), torch.device("cpu"))
@@ -430,7 +429,7 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(UNITS)} (default: all)")
     parser.add_argument("--pairs", type=int, default=5, help="turns of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each side (default: 1)")
-    parser.add_argument("--checkpoint", help="a warm start, out/.../warm-*.pt (default: default_run makes one)")
+    parser.add_argument("--checkpoint", help="a warm start, out/.../warm.pt (default: default_run makes one)")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -443,7 +442,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if "default_run" in parts or (not args.checkpoint and any(part.endswith("natural") for part in parts)):
             rows.append(default_run(folder))
-            args.checkpoint = args.checkpoint or next(Path(folder).glob("warm-*.pt"))
+            args.checkpoint = args.checkpoint or next(Path(folder).glob("warm.pt"))
         for part in parts:
             if part != "default_run":
                 print(f"{part} ...", file=sys.stderr)

@@ -40,7 +40,7 @@ def main():
         for i, (lr, gspo, grpo) in enumerate(GRID):
             out = Path(parent) / str(i)
             out.mkdir()
-            for warm in (Path(parent) / "0").glob("warm-*.pt") if i else ():
+            for warm in (Path(parent) / "0").glob("warm.pt") if i else ():
                 shutil.copy(warm, out)
             flags = ["--lr", lr, "--gspo-clip", *gspo, "--grpo-clip", *grpo, *sys.argv[1:]]
             print(" ".join(flags), file=sys.stderr)
