@@ -16,6 +16,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,12 +136,18 @@ def pick_device(name="auto"):
 
 
 def start_processes(device):
-    """Join the other processes, where torchrun started us. Returns this process's device."""
-    if world_size() > 1:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    """Join the other processes, where torchrun started us. Returns this process's device. Raises UserError."""
+    if world_size() == 1:
+        return device
+    if device.type == "mps":
+        raise UserError("several processes cannot share an Apple GPU: add --device cpu")
+    if device.type == "cuda":
+        processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()  # of this machine
+        if processes > gpus:
+            raise UserError(f"{processes} processes, but {gpus} GPUs: start fewer, or add --device cpu")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 
 
@@ -175,7 +182,14 @@ def write(path, data):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        for attempt in range(11):
+            try:
+                os.replace(aside, path)
+                break
+            except PermissionError:  # on Windows, a virus scanner may hold a new file for a moment
+                if attempt == 10:
+                    raise
+                time.sleep(0.1)
     barrier()
 
 
@@ -202,8 +216,9 @@ def read_settings(folder):
         raise ValueError(f"{folder / 'settings.json'} does not hold the settings of a run ({error})") from error
 
 
-def resume_command(folder):
-    return f"python train.py --resume {shlex.quote(str(folder))}"
+def command(*words):
+    """What a person can paste into a shell."""
+    return shlex.join(["python", *map(str, words)])
 
 
 @contextmanager
@@ -232,10 +247,8 @@ def run_folder(folder, settings, resuming):
         state = load_state(folder / "state.pt")
         finished = state is not None and state["phase"] == "done"
         if state is not None and not resuming and not finished:
-            command = resume_command(folder)
-            raise UserError(
-                f"{folder} holds an unfinished run: go on with {command}, choose another --out or delete it"
-            )
+            go_on = f"go on with {command('train.py', '--resume', folder)}, choose another --out or delete it"
+            raise UserError(f"{folder} holds an unfinished run: {go_on}")
         barrier()  # all have looked before the first one writes
         write(folder / "settings.json", (json.dumps(settings, indent=1) + "\n").encode("utf-8"))
         yield None if finished and not resuming else state  # a finished run is run again, from its warm start
@@ -291,7 +304,9 @@ def resumable(name, first, last, every, save, stop, status=lambda: ""):
 
     save: called with the number of steps done, after every `every` steps and after the last. status: text for the bar.
     """
-    slow = 0.3 if sys.stderr.isatty() else 15  # seconds; a log file gets a line now and then, not a flicker
+    slow = (
+        0.3 if getattr(sys.stderr, "isatty", bool)() else 15
+    )  # seconds; a log file gets a line now and then, not a flicker
     bar = tqdm(range(first, last), name, initial=first, total=last, mininterval=slow, disable=rank() != 0)
     for step in bar:
         yield step
@@ -300,8 +315,8 @@ def resumable(name, first, last, every, save, stop, status=lambda: ""):
         if asked or (step + 1) % every == 0 or step + 1 == last:
             save(step + 1)
         if asked:
-            command = resume_command(stop.folder)
-            raise UserError(f"stopped after step {step + 1} of the {name}; go on with: {command}", code=128 + asked)
+            go_on = command("train.py", "--resume", stop.folder)
+            raise UserError(f"stopped after step {step + 1} of {name}; go on with: {go_on}", code=128 + asked)
         if step % 20 == 0:
             bar.set_postfix_str(status(), refresh=False)
 

@@ -45,25 +45,22 @@ class MoE(nn.Module):
 
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
-        run = grouped_experts if can_group(w_in, w_out) else looped_experts
+        run = grouped_experts if can_group(routes.numel(), w_in, w_out) else all_experts
         k = routes.size(-1)
         y = run(x.reshape(-1, x.size(-1)).to(dtype), routes.reshape(-1, k), gates.reshape(-1, k).to(dtype), w_in, w_out)
         return y.view(x.shape), routes, probs
 
 
-def looped_experts(x, routes, gates, w_in, w_out):
+def all_experts(x, routes, gates, w_in, w_out):
     """Every expert on every token, weighted by its gate, which is 0 where the token did not choose it.
 
     x: (N, C); routes, gates: (N, K); w_in: (E, C, 2F); w_out: (E, F, C). Returns (N, C). E/K times the work needed, but
-    any device and dtype will do: the readable twin of `grouped_experts`, and what stands in where that cannot run.
+    on any device, in any dtype, without a wait: the readable twin of `grouped_experts`, and what stands in for it.
     """
-    y = torch.zeros_like(x)
-    # unbind, not w_in[e]: the backward of indexing builds a zero gradient of the full (E, C, 2F) for each expert
-    for e, (expert_in, expert_out) in enumerate(zip(w_in.unbind(), w_out.unbind())):
-        weight = (gates * (routes == e)).sum(1, keepdim=True)  # (N, 1)
-        gate, up = (x @ expert_in).chunk(2, dim=-1)
-        y = y + weight * ((F.silu(gate) * up) @ expert_out)
-    return y
+    weights = x.new_zeros(len(x), len(w_in)).scatter_add(1, routes, gates)  # (N, E)
+    gate, up = (x @ w_in).chunk(2, dim=-1)  # (E, N, F) each
+    y = (F.silu(gate) * up) @ w_out  # (E, N, C)
+    return (weights.T[..., None] * y).sum(0)
 
 
 def grouped_experts(x, routes, gates, w_in, w_out):
@@ -107,14 +104,21 @@ def load_balance_loss(probs, routes):
     return probs.size(1) * (expert_load(routes, probs.size(1)) * probs.mean(0)).sum()
 
 
-def can_group(*weights):
-    """Whether `F.grouped_mm` takes these: from torch 2.10 on, float32 or bfloat16 on a CPU, bfloat16 on an NVIDIA GPU,
-    rows of a multiple of 16 bytes."""
-    kinds = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
-    return hasattr(F, "grouped_mm") and all(
-        (w.device.type, w.dtype) in kinds and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])
-        for w in weights
-    )
+def can_group(rows, *weights):
+    """Whether `grouped_experts` can and should run on these weights, for so many rows (tokens times K).
+
+    `F.grouped_mm` (torch 2.10 on) takes rows of a multiple of 16 bytes: float32 or bfloat16 on a CPU; bfloat16 on an
+    NVIDIA GPU of capability 8 or more. Below 9 it loops over the experts and waits for the device, which pays only for
+    many rows, as in training; not for the few of a decoding step. Read in torch's source: no GPU was at hand.
+    """
+    device, dtype = weights[0].device, weights[0].dtype
+    fits = all(size * w.element_size() % 16 == 0 for w in weights for size in w.shape[1:])
+    if not fits or not hasattr(F, "grouped_mm"):
+        return False
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)[0]
+        return capability >= 9 or (capability == 8 and rows >= 4096)
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 if __name__ == "__main__":

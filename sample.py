@@ -215,10 +215,12 @@ def main(argv):
         raise UserError(f"{args.checkpoint} was trained with another vocabulary")
     if about.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
         raise UserError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
+    most_numbers, largest = (about.get(name, float("inf")) for name in ("most_numbers", "largest"))
 
     asked = False
     for question in [args.question] if args.question is not None else sys.stdin:
-        if not (question := plain_text(question).strip()):
+        question = plain_text(question).strip()
+        if not question:
             continue
         asked = True
         try:
@@ -226,6 +228,9 @@ def main(argv):
         except ValueError as error:
             problem = None
             print(f"sample.py: warning: {error}; answered unchecked", file=sys.stderr)
+        if problem and (len(problem.numbers) > most_numbers or max(problem.numbers) > largest):
+            trained_on = f"at most {most_numbers} numbers up to {largest}"
+            print(f"sample.py: warning: {question!r} is beyond what was trained on: {trained_on}", file=sys.stderr)
         try:
             texts = generate(model, [problem.prompt if problem else question], **options).texts()
         except ValueError as error:

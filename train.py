@@ -49,14 +49,11 @@ UPDATE_METRICS = (
 )  # fmt: skip
 PRESETS = {
     "tiny": {},
-    # 45M parameters, 8M of them active per token. Weights, gradients and Adam's two moments take 16 bytes a parameter
-    # and learner, 1.5 GB for two; activations (micro_tokens) and the sampler's cache stay below 4 GB in bfloat16.
+    # 20M parameters, 2M of them active per token
     "laptop-gpu": {
-        "width": 384, "layers": 6, "heads": 8, "kv_heads": 4,
-        "experts": 32, "experts_per_token": 4, "expert_width": 192,
-        "max_terms": 10, "largest": 99, "max_new_tokens": 160, "dtype": "bfloat16",
-        "warm_steps": 6000, "warm_batch": 256, "warm_lr": 1e-3,
-        "rl_steps": 200, "prompts": 64, "lr": 2e-5, "micro_tokens": 16384, "warm_chunk": 16384,
+        "width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "experts": 32, "expert_width": 192,
+        "max_terms": 10, "max_new_tokens": 128, "dtype": "bfloat16",
+        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 60, "lr": 1e-4, "micro_tokens": 4096,
     },
 }  # fmt: skip
 
@@ -167,7 +164,8 @@ def parse_settings(argv):
     words = {word.split("=")[0] for word in argv}
     typed = {name: value for name, value in values.items() if flag(name) in words}
     preset = dict(PRESETS[values["preset"]])
-    if not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()):
+    on_gpu = torch.cuda.is_available() and values["device"] in ("auto", "cuda")
+    if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
         preset.pop("dtype", None)  # a preset asks for bfloat16 only where the device has it
     folder = values["resume"]
     if folder and len(typed) > 1:
@@ -243,9 +241,9 @@ def check_finite(**quantities):
 
 
 def facts(settings):
-    """What a checkpoint says about its model."""
-    names = ("task", "max_terms", "largest")
-    return {"special_tokens": list(SPECIAL_TOKENS)} | {name: getattr(settings, name) for name in names}
+    """What a checkpoint says about its model: how it reads, and what it was trained on."""
+    trained_on = {"task": settings.task, "most_numbers": settings.terms[-1], "largest": settings.largest}
+    return {"special_tokens": list(SPECIAL_TOKENS), **trained_on}
 
 
 def precision(settings, device):
@@ -422,11 +420,10 @@ def update(learner, rollout, old_logprobs, advantages, rows, count, settings, st
     return metrics | {"grad_norm": grad_norm, "expert_change": changed / choices}
 
 
-def measure(rollout, rewards, updates, settings):
+def measure(rollout, rewards, advantages, updates, settings):
     """What the responses of a step were like, and what its updates did (nan where there was none): a dict of floats."""
     mask, tokens = rollout.mask, rollout.tokens
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
-    groups = rewards.view(-1, settings.group)
     load = torch.stack([expert_load(routes[mask], settings.experts) for routes in rollout.routes])  # (L, E)
     of_updates = {}
     for name in UPDATE_METRICS:
@@ -442,7 +439,7 @@ def measure(rollout, rewards, updates, settings):
         "entropy": float(rollout.entropy.sum() / mask.sum()),
         **of_updates,
         "load_imbalance": float(load.amax(1).mean()) * settings.experts,
-        "zero_std_groups": float((groups.amax(1) == groups.amin(1)).float().mean()),
+        "zero_std_groups": float((advantages.view(-1, settings.group) == 0).all(1).float().mean()),
     }
 
 
@@ -472,7 +469,7 @@ def rl_step(learner, problems, settings, step, device):
         where = f"step {step + 1}, {learner.name}: {error}"
         raise UserError(f"{where}; try a smaller --lr in another --out. What led to it is in {path}", code=1) from error
     seconds = time.perf_counter() - began
-    record = measure(rollout, rewards, updates, settings)
+    record = measure(rollout, rewards, advantages, updates, settings)
     speed = {"tokens_per_s": float(rollout.lengths.sum()) / seconds, "seconds": seconds}
     learner.history.append({"step": step + 1} | record | speed)
     return example(problems, texts, rewards, advantages, settings.group)
@@ -628,7 +625,8 @@ def run(settings, device, state, stop):
     summary(learners, before, after)
     files = " ".join(f"{learner.name}.csv {learner.name}.pt" for learner in learners)
     log(f"\n{time.perf_counter() - began:.0f} s. In {folder}: {files} eval.csv")
-    log(f'next: python sample.py --checkpoint {folder / learners[0].name}.pt "{EXAMPLES[settings.task]}"')
+    checkpoint_file = folder / f"{learners[0].name}.pt"
+    log(f"next: {harness.command('sample.py', '--checkpoint', checkpoint_file, EXAMPLES[settings.task])}")
 
 
 def main(argv):
@@ -636,6 +634,9 @@ def main(argv):
     device = harness.pick_device(settings.device)
     if settings.prompts % world_size():
         raise UserError(f"--prompts {settings.prompts} do not divide among {world_size()} processes")
+    if device.type == "mps" and "bfloat16" in (settings.dtype, settings.sampler_dtype):
+        # reported for some versions of torch (pytorch issue 195910): sampler and trainer would disagree unnoticed
+        raise UserError("bfloat16 attention on an Apple GPU may see future tokens: use float32, or --device cpu")
     device = harness.start_processes(device)
     with (
         harness.run_folder(settings.folder, vars(settings), resuming) as state,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import run_alone
 
 import moe
-from moe import MoE, can_group, expert_load, grouped_experts, load_balance_loss, looped_experts, routing_change
+from moe import MoE, all_experts, can_group, expert_load, grouped_experts, load_balance_loss, routing_change
 
 
 def make(width=16, experts=8, k=2, expert_width=12, seed=0):
@@ -33,18 +35,18 @@ def test_equals_the_formula_token_by_token():
     torch.testing.assert_close(layer(crowd)[0][99:], textbook(layer, crowd[99:]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm: only the loop is used")
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm: all_experts serves")
 @pytest.mark.parametrize("experts, k", [(8, 2), (64, 2), (4, 4), (5, 1)])
-def test_fast_path_equals_the_loop_in_value_and_gradient(experts, k):
+def test_fast_path_equals_the_plain_one_in_value_and_gradient(experts, k):
     results = []
-    for run in (grouped_experts, looped_experts):
+    for run in (grouped_experts, all_experts):
         torch.manual_seed(1)
         x = torch.randn(50, 16, requires_grad=True)
         w_in = torch.randn(experts, 16, 24, requires_grad=True)
         w_out = torch.randn(experts, 12, 16, requires_grad=True)
         gates = torch.rand(50, k, requires_grad=True)
         routes = torch.rand(50, experts).topk(k).indices  # some experts get no token
-        assert can_group(w_in, w_out)
+        assert can_group(50 * k, w_in, w_out)
         y = run(x, routes, gates, w_in, w_out)
         y.backward(torch.randn(50, 16, generator=torch.Generator().manual_seed(2)))
         results.append((y, x.grad, w_in.grad, w_out.grad, gates.grad))
@@ -52,8 +54,8 @@ def test_fast_path_equals_the_loop_in_value_and_gradient(experts, k):
         torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-4)
 
 
-def test_odd_sizes_and_float64_and_a_torch_without_grouped_mm_take_the_loop(monkeypatch):
-    assert not can_group(torch.zeros(2, 6, 5)) and not can_group(torch.zeros(2, 8, 8, dtype=torch.float64))
+def test_odd_sizes_and_float64_and_a_torch_without_grouped_mm_take_the_plain_path(monkeypatch):
+    assert not can_group(9, torch.zeros(2, 6, 5)) and not can_group(9, torch.zeros(2, 8, 8, dtype=torch.float64))
     monkeypatch.setattr(moe, "grouped_experts", None)
     layer, x = make(width=6, expert_width=5), torch.randn(9, 6)
     torch.testing.assert_close(layer(x)[0], textbook(layer, x), rtol=1e-5, atol=1e-6)
@@ -79,7 +81,7 @@ def test_replaying_foreign_routes_uses_them_and_trains_the_router():
     y, routes, probs = layer(x, foreign)
     assert torch.equal(routes, foreign)
     gates = probs.gather(-1, foreign)
-    expected = looped_experts(x, foreign, gates / gates.sum(-1, keepdim=True), layer.w_in, layer.w_out)
+    expected = all_experts(x, foreign, gates / gates.sum(-1, keepdim=True), layer.w_in, layer.w_out)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     y.square().sum().backward()
     assert layer.router.grad.abs().sum() > 0
@@ -128,3 +130,32 @@ def test_replaying_experts_of_no_probability_stays_finite():
 def test_routing_change_by_hand():
     probs = torch.tensor([[[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4]]])
     assert routing_change(probs, torch.tensor([[[1, 0], [3, 0]]])).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, few, many",
+    [
+        ((7, 5), torch.bfloat16, False, False),  # Turing: F.grouped_mm is not to be had
+        ((8, 9), torch.bfloat16, False, True),  # Ampere, Ada: it loops and waits, which many rows outweigh
+        ((9, 0), torch.bfloat16, True, True),
+        ((9, 0), torch.float32, False, False),
+    ],
+)
+def test_which_gpu_groups(monkeypatch, capability, dtype, few, many):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(F, "grouped_mm", None, raising=False)
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(8, 96, 96), element_size=lambda: 2)
+    assert [can_group(rows, weight) for rows in (64, 10**5)] == [few, many]
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not can_group(10**5, weight)
+
+
+def test_the_plain_path_needs_few_operators():
+    """On a device where each operator is a launch and a wait hurts, their number is what counts: not one per expert."""
+    counts = []
+    for experts in (4, 64):
+        x, w_in, w_out = torch.randn(5, 8), torch.randn(experts, 8, 12), torch.randn(experts, 6, 8)
+        with torch.profiler.profile() as profile:
+            all_experts(x, torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 2), w_in, w_out)
+        counts.append(len(profile.events()))
+    assert counts[0] == counts[1]

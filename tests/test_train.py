@@ -108,22 +108,6 @@ def test_learners_in_threads_do_what_they_do_one_after_the_other(tmp_path, monke
             )
 
 
-def test_side_by_side_keeps_order_and_raises():
-    torch.set_num_threads(2)
-    try:
-        device, seen = torch.device("cpu"), []
-        assert harness.side_by_side(lambda x: (x, torch.get_num_threads()), [3, 1, 2], device) == [
-            (3, 1),
-            (1, 1),
-            (2, 1),
-        ]
-        with pytest.raises(ZeroDivisionError):
-            harness.side_by_side(lambda x: seen.append(1 / x), [1, 0], device)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_a_second_run_takes_the_warm_start_from_the_folder(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
     first = results(tmp_path)
@@ -240,6 +224,11 @@ def test_a_step_that_teaches_nothing_changes_nothing(monkeypatch):
     assert not learner.optimizer.state and all(torch.equal(a, before[k]) for k, a in learner.model.state_dict().items())
     record = learner.history[0]
     assert record["reward"] == record["zero_std_groups"] == 1 and math.isnan(record["clip_frac"])
+    monkeypatch.setattr(train, "verify", lambda *args: [1.0, 1.0, None, 1.0] * 6 + [1.0, 0.0, None, 1.0] * 2)
+    train.rl_step(learner, problems_of(s, 0), s, 0, torch.device("cpu"))
+    assert (
+        learner.history[1]["zero_std_groups"] == 0.75
+    )  # a group of equal rewards, one of them unknown, teaches nothing
 
 
 def test_the_learning_rate_of_rl_warms_up():
@@ -599,14 +588,10 @@ def test_what_was_typed_wins_over_a_preset_even_if_it_is_the_default(finished, m
 
 def test_presets_fit():
     laptop = train.parse_settings(["--preset", "laptop-gpu", "--lr", "1"])[0]
-    assert laptop.width == 384 and laptop.lr == 1.0  # a flag beside the preset wins
+    assert laptop.width == 256 and laptop.lr == 1.0  # a flag beside the preset wins
     with torch.device("meta"):
         total, active = Transformer(laptop.model_config).num_parameters()
-    assert 40e6 < total < 50e6 and active < total / 4
-
-
-def test_sparkline():
-    assert harness.sparkline([0, 0.5, 1]) == "▁▅█" and len(harness.sparkline([0.5] * 1000)) == 50
+    assert 15e6 < total < 25e6 and active < total / 4
 
 
 # The command line as a person types it; two processes
@@ -629,7 +614,7 @@ def test_sample_command(finished, tmp_path, capsys, monkeypatch):
         return capsys.readouterr()
 
     done = ask("9-1-4+7", "--samples", "2", "--max-new-tokens", "8")
-    assert done.out.startswith("9-1-4+7\n") and done.out.count("11 is right") == 2 and done.err == ""
+    assert done.out.startswith("9-1-4+7\n") and done.out.count("11 is right") == 2
     done = ask(stdin="1+1\n\nwhat is love\n")
     assert "1+1\n" in done.out and "what is love\n" in done.out
     assert "warning" in done.err and "not a chain-sum problem" in done.err
