@@ -15,11 +15,12 @@ import re
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from operator import add, mul, neg, pos, sub, truediv
 
 MAX_ANSWER = 200  # characters of an answer, or of an arithmetic expression, that we are willing to parse
 TASKS = {"chain-sum": range(2, 11), "countdown": range(3, 5)}  # task: how many numbers a problem may have
-EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "3 5 8 = 25"}
+EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "7 5 3 = 9"}
 
 _END_OF_TURN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>")  # <|im_end|> and the like
 _MARKER = re.compile(r"####|\banswer[*_]*\s*(?:is\b[*_]*\s*:?|[:=])(?:[*_]+(?=\s))?(?:\s*(?:\\\[|\$\$)\s*\n)?", re.I)
@@ -209,14 +210,15 @@ def countdown_reward(completions, nums, target, **kwargs):
 
 @dataclass(frozen=True)
 class Problem:
-    """A question whose answer can be checked. The last two are "" where we were only told the question."""
+    """A question whose answer can be checked. The last three are "" where we were only told the question."""
 
     task: str
     prompt: str  # what the model is shown
     answer: str  # the gold, as text
     numbers: tuple  # those in the prompt; their count is the measure of difficulty
-    steps: str = ""  # the reasoning that leads to the answer
+    steps: str = ""  # the reasoning that leads to the solution
     solution: str = ""  # what the model is to answer: a number, or the expression that reaches a countdown's target
+    guess: str = ""  # what is blurted out without reasoning: in a countdown, any expression
 
     @property
     def held_out(self):
@@ -244,34 +246,32 @@ def _chain_sum(numbers, signs):
         after = total + n if sign == "+" else total - n
         steps.append(f"{total}{sign}{n}={after}")
         total, text = after, f"{text}{sign}{n}"
-    return Problem("chain-sum", text, str(total), tuple(numbers), " ".join(steps), str(total))
+    return Problem("chain-sum", text, str(total), tuple(numbers), " ".join(steps), str(total), str(total))
 
 
 def _countdown(terms, largest, rng):
-    """Join random pairs by random operators until one expression is left; keep it if its value is 0 to 99."""
-    while True:
-        numbers = sorted(rng.randint(1, largest) for _ in range(terms))
-        parts = [(str(n), n, []) for n in numbers]
-        while len(parts) > 1:
-            (a, x, x_steps), (b, y, y_steps) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-            sign = rng.choice("+-*/")
-            sign = "*" if sign == "/" and (y == 0 or x % y) else sign
-            a, b = (text if text.isdigit() else f"({text})" for text in (a, b))
-            value = {"+": x + y, "-": x - y, "*": x * y, "/": x // (y or 1)}[sign]
-            parts.append((f"{a}{sign}{b}", value, [*x_steps, *y_steps, f"{x}{sign}{y}={value}"]))
-        expression, value, steps = parts[0]
-        if 0 <= value <= 99:
-            prompt = f"{' '.join(map(str, numbers))} = {value}"
-            return Problem("countdown", prompt, str(value), tuple(numbers), " ".join(steps), expression)
+    """Random numbers, and a target that they reach with + and - between them.
+
+    The reasoning is a search in a fixed order: all signs, the last one changing first, until the target is met.
+    """
+    numbers = [rng.randint(1, largest) for _ in range(terms)]
+    all_signs = product("+-", repeat=terms - 1)
+    tries = ["".join(f"{sign}{n}" for sign, n in zip(("", *signs), numbers)) for signs in all_signs]
+    values = [int(safe_eval(expression)[0]) for expression in tries]
+    target, guess = rng.choice([value for value in values if value >= 0]), rng.choice(tries)  # all + is not negative
+    found = values.index(target)
+    steps = " ".join(f"{expression}={value}" for expression, value in zip(tries[: found + 1], values))
+    prompt = f"{' '.join(map(str, numbers))} = {target}"
+    return Problem("countdown", prompt, str(target), tuple(numbers), steps, tries[found], guess)
 
 
 def read_problem(task, text):
     """The problem that a text such as those in EXAMPLES states. Raises ValueError if it states none of this task."""
     if task == "chain-sum" and re.fullmatch(r"\s*[0-9]{1,2}(?:\s*[+-]\s*[0-9]{1,2}){1,9}\s*", text):
         return _chain_sum([int(n) for n in re.findall("[0-9]+", text)], re.findall("[+-]", text))
-    if task == "countdown" and re.fullmatch(r"\s*(?:[1-9][0-9]?\s+){2,3}[1-9][0-9]?\s*=\s*[0-9]{1,2}\s*", text):
+    if task == "countdown" and re.fullmatch(r"\s*(?:[1-9][0-9]?\s+){2,3}[1-9][0-9]?\s*=\s*[0-9]{1,3}\s*", text):
         *numbers, target = [int(n) for n in re.findall("[0-9]+", text)]
-        return Problem(task, f"{' '.join(map(str, sorted(numbers)))} = {target}", str(target), tuple(sorted(numbers)))
+        return Problem(task, f"{' '.join(map(str, numbers))} = {target}", str(target), tuple(numbers))
     raise ValueError(f"{text!r} is not a {task} problem: expected something like {EXAMPLES[task]!r}")
 
 
@@ -283,17 +283,17 @@ def reward(problem, completions):
 
 
 def worked_solution(problem, *, think):
-    """What the warm start imitates: the answer blurted out, or the steps that lead to it and then the answer."""
+    """What the warm start imitates: an answer blurted out, or the steps that lead to the right one and then that."""
     if not problem.solution:
         raise ValueError(f"no solution of {problem.prompt!r} is known")
-    thoughts = f"<think>{problem.steps}</think>" if think else ""
-    return f"{thoughts}<answer>{problem.solution}</answer>"
+    if not think:
+        return f"<answer>{problem.guess}</answer>"
+    return f"<think>{problem.steps}</think><answer>{problem.solution}</answer>"
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        print("usage: python rewards.py COMPLETION GOLD", file=sys.stderr)
-        sys.exit(2)
+        sys.exit("usage: python rewards.py COMPLETION GOLD")
     completion, gold = sys.argv[1:]
     answer = extract_answer(completion)
     verdict = {1.0: "right", 0.0: "wrong", None: "the gold is no number"}[accuracy_reward([completion], [gold])[0]]

@@ -3,7 +3,7 @@
 
     python train.py                                        both curves on a laptop's CPU in a few minutes
     python train.py --learners gspo grpo grpo+replay       add GRPO with routing replay
-    python train.py --task countdown                       reach a target with given numbers
+    python train.py --task countdown                       reach a target with given numbers, by search
     python train.py --preset laptop-gpu                    a larger model and longer sums, for a consumer GPU
     python train.py --resume out/tiny-chain-sum-seed0      go on after an interruption, bit for bit
     torchrun --nproc_per_node=2 train.py                   the same run on two processes
@@ -56,6 +56,7 @@ PRESETS = {
         "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 60, "lr": 1e-4, "micro_tokens": 4096,
     },
 }  # fmt: skip
+OF_TASK = {"chain-sum": {}, "countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum
 
 
 def number(kind, words, holds):
@@ -163,7 +164,7 @@ def parse_settings(argv):
     values = vars(flags().parse_args(argv))
     words = {word.split("=")[0] for word in argv}
     typed = {name: value for name, value in values.items() if flag(name) in words}
-    preset = dict(PRESETS[values["preset"]])
+    preset = PRESETS[values["preset"]] | OF_TASK[values["task"]]
     on_gpu = torch.cuda.is_available() and values["device"] in ("auto", "cuda")
     if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
         preset.pop("dtype", None)  # a preset asks for bfloat16 only where the device has it

@@ -206,11 +206,11 @@ def test_problems_and_worked_solutions(task):
         assert problem.held_out == held_out and len(problem.numbers) == terms and problem.task == task
         for think in (True, False):
             text = rewards.worked_solution(problem, think=think)
-            assert rewards.reward(problem, [text, text + "0"]) == [1.0, 1.0] and text.startswith("<think>") == think
-            assert rewards.format_reward([text]) == [float(think)]
+            assert rewards.reward(problem, [text]) == [1.0] or (task == "countdown" and not think)  # there, a guess
+            assert text.startswith("<think>") == think and rewards.format_reward([text]) == [float(think)]
         steps = [step.split("=") for step in problem.steps.split()]
         assert all(rewards.safe_eval(left)[0] == int(right) for left, right in steps)
-        assert len(steps) == terms - 1 and steps[-1][1] == problem.answer
+        assert steps[-1][1] == problem.answer and (len(steps) == terms - 1 or task == "countdown")
         again = rewards.read_problem(task, problem.prompt)
         assert (again.prompt, again.answer, again.numbers) == (problem.prompt, problem.answer, problem.numbers)
 
@@ -218,10 +218,21 @@ def test_problems_and_worked_solutions(task):
 def test_the_documented_example():
     problem = rewards.read_problem("chain-sum", rewards.EXAMPLES["chain-sum"])
     assert rewards.worked_solution(problem, think=True) == "<think>9-1=8 8-4=4 4+7=11</think><answer>11</answer>"
-    text = rewards.worked_solution(rewards.make_problem("countdown", 4, random.Random(2)), think=True)
-    assert text == "<think>2*6=12 2+1=3 12/3=4</think><answer>(2*6)/(2+1)</answer>"  # the same for a seed, for ever
-    problem = rewards.read_problem("countdown", "8 5 3=25")
+    problem = rewards.read_problem("countdown", "3 5  8=25")
     assert problem.prompt == "3 5 8 = 25" and rewards.reward(problem, ["<answer>(8-3)*5</answer>"]) == [1.0]
+
+
+def test_a_countdown_is_searched_in_a_fixed_order_up_to_the_first_hit():
+    rng, right = random.Random(0), 0
+    for _ in range(300):
+        problem = rewards.make_problem("countdown", 4, rng)
+        a, b, c, d = problem.numbers
+        order = [f"{a}{p}{b}{q}{c}{r}{d}" for p in "+-" for q in "+-" for r in "+-"]
+        tried = [step.split("=") for step in problem.steps.split()]
+        assert [expression for expression, _ in tried] == order[: len(tried)] and tried[-1][0] == problem.solution
+        assert problem.answer not in [value for _, value in tried[:-1]] and int(problem.answer) >= 0
+        right += rewards.reward(problem, [f"<answer>{problem.guess}</answer>"])[0]
+    assert 20 < right < 90  # a guess is right for one in eight, or a little more where signs cancel
 
 
 def test_the_split_is_by_text_and_about_one_in_eight():
@@ -233,7 +244,7 @@ def test_the_split_is_by_text_and_about_one_in_eight():
 def test_problems_that_are_none_say_so():
     with pytest.raises(ValueError, match="no solution"):
         rewards.worked_solution(rewards.read_problem("countdown", rewards.EXAMPLES["countdown"]), think=False)
-    not_chain_sums, not_countdowns = ["1*2", "5", "", "1 2+3", "100+1"], ["1 2 = 3", "x"]
+    not_chain_sums, not_countdowns = ["1*2", "5", "", "1 2+3", "100+1"], ["1 2 = 3", "1 2 3 = 1000", "x"]
     for text in not_chain_sums + not_countdowns:
         with pytest.raises(ValueError, match="expected something like"):
             rewards.read_problem("chain-sum" if text in not_chain_sums else "countdown", text)
@@ -247,7 +258,7 @@ def test_alone_in_an_empty_folder_as_a_program(tmp_path):
     copy.write_bytes(Path(rewards.__file__).read_bytes())
     run = lambda *argv: subprocess.run([sys.executable, copy, *argv], cwd=tmp_path, capture_output=True, text=True)  # noqa: E731
     assert run("so \\boxed{12}", "12").stdout.split() == "answer: 12 number: 12 verdict: right".split()
-    assert (wrong := run("12")).returncode == 2 and wrong.stderr == "usage: python rewards.py COMPLETION GOLD\n"
+    assert (wrong := run("12")).returncode != 0 and wrong.stderr == "usage: python rewards.py COMPLETION GOLD\n"
 
 
 def test_no_evaluation_anywhere():
