@@ -53,7 +53,7 @@ PRESETS = {
     "laptop-gpu": {
         "width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "experts": 32, "expert_width": 192,
         "max_terms": 10, "max_new_tokens": 128, "dtype": "bfloat16",
-        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 60, "lr": 1e-4, "micro_tokens": 4096,
+        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 40, "micro_tokens": 4096,
     },
 }  # fmt: skip
 OF_TASK = {"chain-sum": {}, "countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum

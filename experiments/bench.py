@@ -8,8 +8,12 @@
 For each part two processes stay up, one for each side, and take turns: ours, peer, ours, peer, ... so that a machine
 that slows down slows both. What is compared is the ratio within a pair. Before anything is timed, both sides must give
 the same log-probs (within 1e-4) for the same tokens. Shape of the yardstick: C=128, L=4, H=4, 2 key/value heads, E=8,
-K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step. The two `natural`
-parts use the default preset after its warm start instead, and responses end where the model ends them. Linux or macOS.
+K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step. What a real run
+does is measured on a preset after its warm start, with responses that end where the model ends them and the verifier's
+own rewards: sample_natural, rl_step_natural and second_core (ours with two threads against ours with one) on the default
+preset, laptop_step on laptop-gpu. warm_start is imitation on the same batches. Linux or macOS.
+
+    python experiments/bench.py --profile laptop_step       where the time of our side goes
 """
 
 import argparse
@@ -33,11 +37,16 @@ UNITS = {
     "logprobs_fwd_bwd": "tokens/s",
     "rl_step": "steps/s",
     "rl_step_natural": "steps/s",
+    "laptop_step": "steps/s",
+    "warm_start": "tokens/s",
+    "second_core": "s",
     "peak_memory": "MB",
     "moe_e64_over_e8": "ms",
     "flop_bound": "GFLOP/s",
     "default_run": "s",
 }
+PRESET = {"sample_natural": "tiny", "rl_step_natural": "tiny", "second_core": "tiny", "laptop_step": "laptop-gpu"}
+TERMS, LONGEST = {"tiny": 6, "laptop-gpu": 10}, {"tiny": NEW, "laptop-gpu": 128}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,13 +121,13 @@ def check_equal(ours, peer):
         sys.exit(f"the two models differ by {worst:.1e} on the same tokens: nothing can be compared")
 
 
-def work():
+def work(preset="tiny"):
     """(problems, prompts as token lists): the same for both sides."""
     from rewards import make_problem
     from sample import encode_prompt
 
     rng = random.Random(0)
-    problems = [make_problem("chain-sum", rng.randint(2, 6), rng) for _ in range(P)]
+    problems = [make_problem("chain-sum", rng.randint(2, TERMS[preset]), rng) for _ in range(P)]
     return problems, [encode_prompt(problem.prompt) for problem in problems]
 
 
@@ -203,30 +212,78 @@ def jitter(text):
     return 0.01 * (sum(text.encode()) % 7)
 
 
-def our_rl_step(checkpoint):
-    """Seconds of a whole step; without a checkpoint the end token is ignored, as in `sampling`."""
+def our_settings(preset):
+    import train
+
+    sizes = f"--prompts {P} --group {G} --minibatches {UPDATES} --max-new-tokens {LONGEST[preset]}"
+    return train.parse_settings(f"--preset {preset} --device cpu {sizes} --lr 1e-4 --gspo-clip 3e-4 4e-4".split())[0]
+
+
+def our_rl_step(checkpoint, preset="tiny", learners=("gspo",)):
+    """Seconds of a whole step of these learners; without a checkpoint as in `sampling`, and with made-up rewards."""
+    import copy
+
     import torch
 
+    import harness
     import sample
     import train
 
     if not checkpoint:
         sample.ended_places = lambda token: []
-    train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
-    sizes = f"--prompts {P} --group {G} --minibatches {UPDATES} --max-new-tokens {NEW}"
-    settings, _ = train.parse_settings(f"{sizes} --lr 1e-4 --gspo-clip 3e-4 4e-4".split())
-    learner = train.Learner("gspo", our_model(checkpoint), settings, settings.lr)
-    problems, steps = work()[0], iter(range(10**6))
-    return lambda: train.rl_step(learner, problems, settings, next(steps), torch.device("cpu"))
+        train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
+    settings, model = our_settings(preset), our_model(checkpoint)
+    racing = [train.Learner(name, copy.deepcopy(model), settings, settings.lr) for name in learners]
+    problems, steps, cpu = work(preset)[0], iter(range(10**6)), torch.device("cpu")
+
+    def run():
+        step = next(steps)
+        harness.side_by_side(lambda learner: train.rl_step(learner, problems, settings, step, cpu), racing, cpu)
+
+    return run
 
 
-def peer_rl_steps(turn, checkpoint):
+def imitation(side):
+    """Seconds of ten steps of imitation on the same batches, from random weights of the default preset's shape."""
+    import torch
+
+    import train
+    from model import Transformer
+    from sample import PAD
+
+    settings, steps = our_settings("tiny"), iter(range(10**6))
+    torch.manual_seed(0)
+    ours = Transformer(settings.model_config)
+    if side == "ours":
+        learner = train.Learner("warm", ours, settings, settings.warm_lr)
+        return lambda: [train.imitate(learner, settings, next(steps), torch.device("cpu")) for _ in range(10)]
+    peer = peer_model(ours).train()
+    check_equal(ours, peer)
+    optimizer = torch.optim.AdamW(peer.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def step():
+        solutions, prompts = train.worked_solutions(settings, next(steps))
+        longest = max(map(len, solutions))
+        ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in solutions])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in solutions])
+        labels = torch.where((mask == 1) & (torch.arange(longest) >= torch.tensor(prompts)[:, None]), ids, -100)
+        out = peer(input_ids=ids, attention_mask=mask, labels=labels, output_router_logits=True, use_cache=False)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return lambda: [step() for _ in range(10)]
+
+
+def peer_rl_steps(turn, checkpoint, preset="tiny"):
     """TRL runs its own loop; at the end of each step it calls `turn(seconds)`, which returns when it may go on."""
     from datasets import Dataset
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from rewards import accuracy_reward
     from sample import SPECIAL_TOKENS
 
     names = [chr(i) if i < 128 else f"<{i}>" for i in range(256)] + list(SPECIAL_TOKENS)
@@ -236,13 +293,14 @@ def peer_rl_steps(turn, checkpoint):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
     )
-    problems, ours = work()[0], our_model(checkpoint)
+    problems, ours = work(preset)[0], our_model(checkpoint)
     peer = peer_model(ours)
     check_equal(ours, peer)
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         save_strategy="no", disable_tqdm=True, per_device_train_batch_size=P * G // UPDATES,
-        gradient_accumulation_steps=1, steps_per_generation=UPDATES, num_generations=G, max_completion_length=NEW,
+        gradient_accumulation_steps=1, steps_per_generation=UPDATES, num_generations=G,
+        max_completion_length=LONGEST[preset],
         max_steps=10**6, num_iterations=1, importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4,
         epsilon_high=4e-4, beta=0.0, scale_rewards="group", router_aux_loss_coef=0.0, temperature=1.0, top_p=1.0,
         top_k=0, generation_kwargs={} if checkpoint else {"min_new_tokens": NEW}, learning_rate=1e-4,
@@ -259,11 +317,13 @@ def peer_rl_steps(turn, checkpoint):
                 turn(None if self.began is None else time.perf_counter() - self.began)
                 self.began = time.perf_counter()
 
-    data = Dataset.from_list([{"prompt": problem.prompt} for problem in problems] * 50)
-    reward = lambda completions, **kwargs: [jitter(text) for text in completions]  # noqa: E731
+    def made_up(completions, **kwargs):
+        return [jitter(text) for text in completions]
+
+    data = Dataset.from_list([{"prompt": problem.prompt, "solution": problem.answer} for problem in problems] * 50)
     GRPOTrainer(
         model=peer,
-        reward_funcs=reward,
+        reward_funcs=accuracy_reward if checkpoint else made_up,
         args=config,
         train_dataset=data,
         processing_class=tokenizer,
@@ -300,14 +360,18 @@ def child(part, side, threads, checkpoint):
         if not sys.stdin.readline():
             os._exit(0)
 
-    if part.startswith("rl_step") and side == "peer":
-        peer_rl_steps(turn, checkpoint)
+    preset = PRESET.get(part, "tiny")
+    if part in ("rl_step", "rl_step_natural", "laptop_step") and side == "peer":
+        peer_rl_steps(turn, checkpoint, preset)
     run = {
         "sample_forced": lambda: sampling(side, checkpoint),
         "sample_natural": lambda: sampling(side, checkpoint),
         "logprobs_fwd_bwd": lambda: logprobs(side),
         "rl_step": lambda: our_rl_step(checkpoint),
         "rl_step_natural": lambda: our_rl_step(checkpoint),
+        "laptop_step": lambda: our_rl_step(checkpoint, preset),
+        "second_core": lambda: our_rl_step(checkpoint, preset, ("gspo", "grpo")),
+        "warm_start": lambda: imitation(side),
         "moe_e64_over_e8": lambda: moe(64 if side == "ours" else 8),
     }[part]()
     run()  # once to warm up
@@ -356,7 +420,8 @@ def median(values):
 
 
 def take_turns(part, pairs, threads, checkpoint):
-    sides = [Side(part, side, threads, checkpoint) for side in ("ours", "peer")]
+    two = part == "second_core"  # there both sides are ours: with two threads, and with one
+    sides = [Side(part, side, 2 if two and side == "ours" else threads, checkpoint) for side in ("ours", "peer")]
     results = [[side.measure() for side in sides] for _ in range(pairs)]
     for side in sides:
         side.end()
@@ -381,6 +446,12 @@ def bench(part, pairs, threads, checkpoint):
         amount = sum(len(prompt) for prompt in work()[1]) * G + P * G * NEW
     results = take_turns(part, pairs, threads, checkpoint)
     ours, peer = ([pair[side]["seconds"] for pair in results] for side in (0, 1))
+    if part == "warm_start":
+        import train
+
+        amount = sum(sum(map(len, train.worked_solutions(our_settings("tiny"), step)[0])) for step in range(10))
+    if part == "second_core":
+        return [row(part, median(ours), median(peer), [b / a for a, b in zip(ours, peer)], threads)]
     if part == "moe_e64_over_e8":  # here "peer" is the same layer with 8 experts, and less is better
         ratios = [a / b for a, b in zip(ours, peer)]
         return [row(part, 1e3 * median(ours), 1e3 * median(peer), ratios, threads)]
@@ -416,10 +487,38 @@ def flop_bound(pairs, threads):
     return row("flop_bound", median(ours), median(peak), [b / a for a, b in zip(ours, peak)], threads)
 
 
-def default_run(folder):
+def profile(part, checkpoint):
+    """Where the time of our side goes: prints seconds of one step, the third, part by part."""
+    import train
+
+    spent = {}
+
+    def timed(holder, name, label):
+        function = getattr(holder, name)
+
+        def wrapped(*args, **kwargs):
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[label] = spent.get(label, 0) + time.perf_counter() - began
+            return result
+
+        setattr(holder, name, wrapped)
+
+    run = our_rl_step(checkpoint, PRESET[part])
+    run(), run()  # to warm up
+    timed(train, "respond", "sampling")
+    timed(train, "update", "log-probs, backward, optimizer")
+    timed(train.Learner, "step", "of these, optimizer")
+    timed(train, "rl_step", "the step")
+    run()
+    for label, seconds in spent.items():
+        print(f"{label:<32}{seconds:7.3f} s {seconds / spent['the step']:6.1%}")
+
+
+def default_run(folder, *flags):
     """`python train.py`, from nothing to both curves, with all of this machine's cores."""
     began = time.perf_counter()
-    command = [sys.executable, "train.py", "--out", str(folder)]
+    command = [sys.executable, "train.py", "--out", str(folder), *flags]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return row("default_run", time.perf_counter() - began, None, [], os.cpu_count())
 
@@ -429,24 +528,35 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(UNITS)} (default: all)")
     parser.add_argument("--pairs", type=int, default=5, help="turns of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each side (default: 1)")
-    parser.add_argument("--checkpoint", help="a warm start, out/.../warm.pt (default: default_run makes one)")
+    parser.add_argument("--profile", metavar="PART", choices=tuple(PRESET), help="where the time of our side goes")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(*args.child, args.threads, args.checkpoint)
-    parts = args.parts or [part for part in UNITS if part != "peak_memory"]
+    parts = [args.profile] if args.profile else args.parts or [part for part in UNITS if part != "peak_memory"]
     if unknown := [part for part in parts if part not in UNITS or part == "peak_memory"]:
         parser.error(f"unknown part {unknown[0]}: choose from {', '.join(UNITS)} (peak_memory comes with rl_step)")
 
-    rows = []
+    rows, checkpoints = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        if "default_run" in parts or (not args.checkpoint and any(part.endswith("natural") for part in parts)):
-            rows.append(default_run(folder))
-            args.checkpoint = args.checkpoint or next(Path(folder).glob("warm.pt"))
+        for preset in dict.fromkeys(PRESET[part] for part in parts if part in PRESET):
+            print(f"warm start of {preset} ...", file=sys.stderr)
+            whole = [] if preset == "tiny" and "default_run" in parts else ["--rl-steps", "1", "--eval-problems", "1"]
+            timed = default_run(Path(folder) / preset, "--preset", preset, *whole)
+            rows += [] if whole else [timed]
+            checkpoints[preset] = Path(folder) / preset / "warm.pt"
+        if args.profile:
+            import torch
+
+            torch.set_num_threads(args.threads)
+            return profile(args.profile, checkpoints[PRESET[args.profile]])
         for part in parts:
             if part != "default_run":
                 print(f"{part} ...", file=sys.stderr)
-                rows += bench(part, args.pairs, args.threads, args.checkpoint if part.endswith("natural") else None)
+                rows += bench(part, args.pairs, args.threads, checkpoints.get(PRESET.get(part)))
+            elif not rows:
+                rows.append(default_run(Path(folder) / "run"))
     print(" | ".join(rows[0]))
     for r in rows:
         print(" | ".join(str(value) for value in r.values()))
