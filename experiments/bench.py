@@ -10,7 +10,7 @@ that slows down slows both. What is compared is the ratio within a pair. Before 
 the same log-probs (within 1e-4) for the same tokens. Shape of the yardstick: C=128, L=4, H=4, 2 key/value heads, E=8,
 K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step. What a real run
 does is measured on a preset after its warm start, with responses that end where the model ends them and the verifier's
-own rewards: sample_natural, rl_step_natural and second_core (ours with two threads against ours with one) on the default
+own rewards: sample_natural, rl_step_natural and second_core (our step with two threads and with one) on the default
 preset, laptop_step on laptop-gpu. warm_start is imitation on the same batches. Linux or macOS.
 
     python experiments/bench.py --profile laptop_step       where the time of our side goes
