@@ -538,12 +538,13 @@ def held_out_problems(settings):
 
 def evaluate(model, settings, device):
     """For each number of terms, accuracy sampled (once, at temperature 1) and greedy: a list of dicts."""
-    problems, points = held_out_problems(settings), {}
+    problems, points, longest = held_out_problems(settings), {"sampled": [], "greedy": []}, settings.max_new_tokens
     for way, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        prompts, longest = [problem.prompt for problem in problems], settings.max_new_tokens
-        with precision(settings, device):
-            rollout = generate(model, prompts, max_new_tokens=longest, temperature=temperature)
-        points[way] = verify(problems, rollout.texts(), 1)
+        for first in range(0, len(problems), 256):  # as many at once as memory likes
+            some = problems[first : first + 256]
+            prompts, options = [problem.prompt for problem in some], {"temperature": temperature, "first_row": first}
+            with precision(settings, device):
+                points[way] += verify(some, generate(model, prompts, max_new_tokens=longest, **options).texts(), 1)
     results = []
     for terms in settings.terms:
         rows = [row for row, problem in enumerate(problems) if len(problem.numbers) == terms]
