@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: MIT
+"""Tables and figures of the sweeps, from the rows in experiments/results alone; and the curves of any run.
+
+    python experiments/plot.py edge                         prints the tables, writes experiments/figures/edge.svg
+    python experiments/plot.py out/tiny-chain-sum-seed0     writes curves.svg into the folder of a run
+
+Accuracies are sampled, over some 800 held-out problems of three and more numbers. A difference is taken seed by seed;
+in brackets its 95% interval, by bootstrap over the seeds (10,000 resamples). Five seeds are few: an interval that just
+misses 0 is a hint, one that is far from it a finding. The figures need matplotlib, the tables only numpy.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
+NEVER = 1e9  # as in run.py
+
+
+def load(name):
+    return list(csv.DictReader((HERE / "results" / f"{name}.csv").read_text(encoding="utf-8").splitlines()))
+
+
+def values(rows, column="after", **chosen):
+    """{seed: value} of the rows that have these values, e.g. arm="gspo", lr=2e-4."""
+
+    def same(text, value):
+        return float(text) == value if isinstance(value, float) else text == value
+
+    return {int(r["seed"]): float(r[column]) for r in rows if all(same(r[k], v) for k, v in chosen.items())}
+
+
+def distinct(rows, column, kind=str):
+    return list(dict.fromkeys(kind(r[column]) for r in rows))
+
+
+def spread(by_seed):
+    """Mean, smallest, largest."""
+    numbers = list(by_seed.values())
+    return f"{np.mean(numbers):.3f} ({min(numbers):.2f}–{max(numbers):.2f})"
+
+
+def paired(a, b):
+    """Mean difference over the seeds that both have, and its 95% bootstrap interval: (mean, low, high)."""
+    differences = np.array([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
+    draws = np.random.default_rng(0).integers(0, len(differences), (10_000, len(differences)))
+    return (differences.mean(), *np.quantile(differences[draws].mean(1), (0.025, 0.975)))
+
+
+def difference(a, b):
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*paired(a, b))
+
+
+def table(head, lines):
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def half(x):
+    return "never" if x == NEVER else f"{x:g}"
+
+
+# One function per sweep for its tables, as text.
+
+
+def edge_tables():
+    rows = load("edge")
+    arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
+    lines = [[f"{lr:g}", *(spread(values(rows, arm=arm, lr=lr)) for arm in arms)] for lr in rates]
+    yield table(["learning rate", *arms], lines)
+    pairs = (("gspo", "grpo"), ("grpo, narrow", "grpo"), ("gspo", "grpo, narrow"))
+    pairs += (("grpo+replay", "grpo"), ("gspo+replay", "gspo"))
+    lines = [
+        [f"{lr:g}", *(difference(values(rows, arm=a, lr=lr), values(rows, arm=b, lr=lr)) for a, b in pairs)]
+        for lr in rates
+    ]
+    yield table(["learning rate", *(f"{a} − {b}" for a, b in pairs)], lines)
+
+
+def efficiency_tables():
+    """At the rate that was best for each objective on the seeds of choice."""
+    chosen, rows = load("choose"), load("edge")
+    best, lines = {}, []
+    for arm in ("gspo", "grpo"):
+        means = {lr: np.mean(list(values(chosen, arm=f"{arm}, rate", lr=lr).values())) for lr in (1e-4, 2e-4, 4e-4)}
+        best[arm] = max(means, key=means.get)
+        cells = [spread(values(rows, name, arm=arm, lr=best[arm])) for name in ("mean_reward", "after", "mean_seconds")]
+        lines.append([arm, f"{best[arm]:g}", *cells])
+    a, b = ({name: values(rows, name, arm=arm, lr=best[arm]) for name in ("mean_reward", "after", "mean_seconds")}
+            for arm in ("gspo", "grpo"))  # fmt: skip
+    lines.append(["gspo − grpo", "", *(difference(a[name], b[name]) for name in a)])
+    yield table(["", "its best rate", "reward, mean of 36 steps", "accuracy after", "seconds per step"], lines)
+
+
+def slow_tables():
+    rows = load("slow")
+    lines = [[arm, spread(values(rows, arm=arm)), spread(values(rows, "late_reward", arm=arm))]
+             for arm in distinct(rows, "arm")]  # fmt: skip
+    lines.append(["gspo − grpo", *(difference(*(values(rows, name, arm=arm) for arm in ("gspo", "grpo")))
+                                   for name in ("after", "late_reward"))])  # fmt: skip
+    yield table(["180 steps at 4e-4", "accuracy after", "reward, last 10 steps"], lines)
+
+
+def unit_tables():
+    rows, units = load("unit"), ("sequence", "token", "no")
+
+    def of(weight, clip):
+        return values(rows, arm=f"{weight} ratio, {clip} clip")
+
+    lines = [[f"{weight} ratio", *(spread(of(weight, clip)) for clip in units)] for weight in units]
+    yield table(["", *(f"{clip} clip" for clip in units)], lines)
+    lines = [
+        [f"sequence − token ratio, {clip} clip", difference(of("sequence", clip), of("token", clip))] for clip in units
+    ]
+    lines += [[f"sequence − no ratio, {clip} clip", difference(of("sequence", clip), of("no", clip))] for clip in units]
+    for weight in units:
+        lines.append([f"{weight} ratio, sequence clip − no clip", difference(of(weight, "sequence"), of(weight, "no"))])
+        lines.append([f"{weight} ratio, token clip − no clip", difference(of(weight, "token"), of(weight, "no"))])
+    yield table(["difference", "accuracy"], lines)
+
+
+def window_tables():
+    rows = load("window")
+    for lr in distinct(rows, "lr", float):
+        lines = []
+        for arm in ("gspo", "grpo"):
+            for low in distinct([r for r in rows if r["arm"] == arm], "low", float):
+                chosen = {"arm": arm, "lr": lr, "low": low}
+                high = float(next(r for r in rows if r["arm"] == arm and float(r["low"]) == low)["high"])
+                clipped = 100 * np.mean(list(values(rows, "mean_clip_frac", **chosen).values()))
+                lines.append([arm, f"−{half(low)} +{half(high)}", f"{clipped:.2f}%", spread(values(rows, **chosen))])
+        yield table([f"at {lr:g}", "window", "tokens clipped", "accuracy after"], lines)
+
+
+def why_tables():
+    rows, lines = load("why"), []
+    for arm in distinct(rows, "arm"):
+        both = values(rows, arm=arm.split(", ")[0] + ", both halves")
+        against = "" if arm.endswith("both halves") else difference(values(rows, arm=arm), both)
+        columns = ("mean_wrong_drift", "mean_right_drift", "mean_wrong_lost", "mean_clip_frac")
+        cells = [f"{np.mean(list(values(rows, name, arm=arm).values())):.4f}" for name in columns]
+        lines.append([arm, spread(values(rows, arm=arm)), against, *cells])
+    head = ["", "accuracy after", "against both halves", "drift, wrong", "drift, right", "lost, wrong", "clipped"]
+    yield table(head, lines)
+
+
+# Figures
+
+
+def axes(columns, width=9.0, height=3.6):
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({
+        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tiny-gspo",
+        "axes.prop_cycle": plt.cycler(color=COLOURS), "legend.frameon": False, "axes.grid": True, "grid.alpha": 0.25,
+    })  # fmt: skip
+    return plt.subplots(1, columns, figsize=(width, height), layout="constrained", facecolor="white", squeeze=False)
+
+
+def write(figure, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    print(f"written to {path}")
+
+
+def line_with_seeds(ax, x, by_seed, label, colour, **style):
+    """A line through the means, a faint dot for each seed."""
+    ax.plot(x, [np.mean(list(b.values())) for b in by_seed], color=colour, label=label, **style)
+    for place, b in zip(x, by_seed):
+        ax.plot([place] * len(b), list(b.values()), ".", color=colour, alpha=0.35, markersize=5)
+
+
+def edge_figure():
+    rows = load("edge")
+    rates = distinct(rows, "lr", float)
+    figure, ((left, right),) = axes(2)
+    styles = {"gspo": "-", "grpo": "-", "grpo, narrow": "--", "gspo+replay": ":", "grpo+replay": ":"}
+    for (arm, style), colour in zip(styles.items(), (0, 1, 1, 0, 1)):
+        line_with_seeds(left, rates, [values(rows, arm=arm, lr=lr) for lr in rates], arm, COLOURS[colour], ls=style)
+    before = np.mean(list(values(rows, "before", arm="gspo", lr=rates[0]).values()))
+    left.axhline(before, color="grey", lw=1)
+    left.annotate("before RL", (rates[0], before), xytext=(0, 4), textcoords="offset points", color="grey")
+    left.set(xscale="log", xlabel="learning rate", ylabel="held-out accuracy", ylim=(0, 1), title="Where each breaks")
+    left.legend(loc="lower left")
+    pairs = (("gspo", "grpo", 0), ("grpo, narrow", "grpo", 2), ("grpo+replay", "grpo", 5))
+    for i, (a, b, colour) in enumerate(pairs):
+        d = np.array([paired(values(rows, arm=a, lr=lr), values(rows, arm=b, lr=lr)) for lr in rates])
+        x = np.array(rates) * 1.06 ** (i - 1)
+        right.errorbar(x, d[:, 0], [d[:, 0] - d[:, 1], d[:, 2] - d[:, 0]], fmt="o", ms=4, capsize=3,
+                       color=COLOURS[colour], label=f"{a} − {b}")  # fmt: skip
+    right.axhline(0, color="black", lw=1)
+    right.set(xscale="log", xlabel="learning rate", title="Paired differences, 95% intervals")
+    right.legend(loc="upper left")
+    for ax in (left, right):
+        ax.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=30)
+        ax.minorticks_off()
+    return figure
+
+
+def curves(ax, rows, column, arms, **chosen):
+    """Mean over the seeds of a column `..._by_step`, for each arm."""
+    for arm, style in arms.items():
+        lines = [r[f"{column}_by_step"].split() for r in rows if r["arm"] == arm]
+        shortest = min(map(len, lines))
+        series = np.array([[float(v) for v in line[:shortest]] for line in lines])
+        ax.plot(range(1, shortest + 1), np.nanmean(series, 0), label=arm, **style)
+    ax.set(xlabel="step")
+
+
+def slow_figure():
+    rows = load("slow")
+    figure, ((left, right),) = axes(2)
+    for ax, column in ((left, "reward"), (right, "entropy")):
+        curves(ax, rows, column, {"gspo": {"color": COLOURS[0]}, "grpo": {"color": COLOURS[1]}})
+        ax.set(title=f"{column}, mean of the seeds, 4e-4")
+    left.legend()
+    return figure
+
+
+def unit_figure():
+    rows, units = load("unit"), ("sequence", "token", "no")
+    figure, ((ax,),) = axes(1, 6)
+    for i, weight in enumerate(units):
+        by_seed = [values(rows, arm=f"{weight} ratio, {clip} clip") for clip in units]
+        line_with_seeds(
+            ax, [x + (i - 1) * 0.1 for x in range(3)], by_seed, f"{weight} ratio", COLOURS[i], ls="", marker="_", ms=14
+        )
+    ax.set_xticks(range(3), [f"{clip} clip" for clip in units])
+    ax.set(ylabel="held-out accuracy", ylim=(0, 1), title="The ratio's unit, and the clip's, at the edge (8e-4)")
+    ax.legend()
+    return figure
+
+
+def window_figure():
+    rows = load("window")
+    rates = sorted(distinct(rows, "lr", float))
+    figure, panels = axes(2)
+    for ax, lr in zip(panels[0], rates):
+        for arm, colour in (("gspo", 0), ("grpo", 1)):
+            lows = distinct([r for r in rows if r["arm"] == arm], "low", float)
+            by_seed = [values(rows, arm=arm, lr=lr, low=low) for low in lows]
+            clipped = [np.mean(list(values(rows, "mean_clip_frac", arm=arm, lr=lr, low=low).values())) for low in lows]
+            x = [max(100 * share, 1e-3) for share in clipped]
+            line_with_seeds(ax, x, by_seed, arm, COLOURS[colour], marker="o", ms=4)
+        ax.set(xscale="log", xlabel="tokens clipped, % (0.001: none)", ylim=(0, 1), title=f"learning rate {lr:g}")
+    panels[0][0].set(ylabel="held-out accuracy")
+    panels[0][0].legend(loc="lower right")
+    return figure
+
+
+def why_figure():
+    rows = load("why")
+    figure, panels = axes(3, 11)
+    styles = {
+        "gspo, both halves": {"color": COLOURS[0]},
+        "gspo, clips wrong answers": {"color": COLOURS[0], "ls": "--"},
+        "gspo, clips right answers": {"color": COLOURS[0], "ls": ":"},
+        "gspo, never clips": {"color": COLOURS[5]},
+        "grpo, never clips": {"color": COLOURS[1]},
+    }
+    titles = {"reward": "reward", "wrong_lost": "wrong tokens that lost e-fold", "entropy": "entropy, nats"}
+    for ax, (column, title) in zip(panels[0], titles.items()):
+        curves(ax, rows, column, styles)
+        ax.set(title=title)
+    panels[0][0].legend(loc="lower left", fontsize=8)
+    return figure
+
+
+def run_figure(folder):
+    """Curves of one run: each learner's CSV."""
+    figure, panels = axes(4, 13, 3.2)
+    columns = {
+        "reward": "reward",
+        "think_frac": "share that thinks",
+        "clip_frac": "share clipped",
+        "entropy": "entropy",
+    }
+    for path in sorted(set(folder.glob("*.csv")) - {folder / "eval.csv"}):
+        steps = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        for ax, (column, title) in zip(panels[0], columns.items()):
+            ax.plot([int(r["step"]) for r in steps], [float(r[column]) for r in steps], label=path.stem)
+            ax.set(title=title, xlabel="step")
+    panels[0][2].set_yscale("symlog", linthresh=1e-3)
+    panels[0][0].legend()
+    return figure
+
+
+TABLES = {
+    "edge": edge_tables, "efficiency": efficiency_tables, "slow": slow_tables, "unit": unit_tables,
+    "window": window_tables, "why": why_tables,
+}  # fmt: skip
+FIGURES = {"edge": edge_figure, "slow": slow_figure, "unit": unit_figure, "window": window_figure, "why": why_figure}
+
+
+def main(argv):
+    for name in argv or TABLES:
+        if name in TABLES:
+            print("\n\n".join(TABLES[name]()) + "\n")
+            if name in FIGURES:
+                write(FIGURES[name](), HERE / "figures" / f"{name}.svg")
+        elif list(Path(name).glob("*.csv")):
+            write(run_figure(Path(name)), Path(name) / "curves.svg")
+        else:
+            sys.exit(f"plot.py: {name} is neither a sweep ({', '.join(TABLES)}) nor the folder of a run")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
