@@ -48,6 +48,24 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def number(kind, words, holds):
+    """A type for argparse: an int or a float of which `holds` is true, in words."""
+
+    def read(text):
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number at all
+    return read
+
+
+at_least_one = number(int, "at least 1", lambda x: x >= 1)
+positive = number(float, "above 0 and finite", lambda x: 0 < x < float("inf"))
+fraction = number(float, "from 0 to 1", lambda x: 0 <= x <= 1)
+
+
 def plain_text(text):
     """What a person typed, without byte order marks, and with ? for bytes that are no text."""
     return text.replace("\ufeff", "").encode("utf-8", "replace").decode("utf-8")
@@ -259,7 +277,10 @@ def run_folder(folder, settings, resuming):
 
 def save_state(folder, phase, step, learners, **more):
     """All that a resumed run needs, in one file: no crash can leave weights of one step beside records of another."""
-    states = {learner.name: learner.state() for learner in learners}
+    states = {}
+    for x in learners:
+        weights, optimizer = x.model.state_dict(), x.optimizer.state_dict()
+        states[x.name] = {"weights": weights, "optimizer": optimizer, "history": x.history}
     save(folder / "state.pt", {"format": STATE_FORMAT, "phase": phase, "step": step, "learners": states, **more})
 
 
@@ -275,6 +296,18 @@ def load_state(path):
     if not known:
         raise UserError(f"{path} was not written by this version")
     return state
+
+
+def restore(learner, state):
+    """Take a learner back to a saved state. Returns the steps done; raises UserError where the state does not fit."""
+    try:
+        saved = state["learners"][learner.name]
+        learner.model.load_state_dict(saved["weights"])
+        learner.optimizer.load_state_dict(saved["optimizer"])
+        learner.history = list(saved["history"])
+        return state["step"]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the saved state of {learner.name} does not fit ({type(error).__name__})") from error
 
 
 # Steps that can be stopped

@@ -34,7 +34,7 @@ import torch
 import harness
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from harness import UserError, all_reduce, log, rank, world_size
+from harness import UserError, all_reduce, at_least_one, fraction, log, number, positive, rank, world_size
 from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
 from moe import expert_load, load_balance_loss, routing_change
 from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
@@ -59,24 +59,6 @@ PRESETS = {
 OF_TASK = {"chain-sum": {}, "countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum
 
 
-def number(kind, words, holds):
-    """A type for argparse: an int or a float of which `holds` is true, in words."""
-
-    def read(text):
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {words}")
-        return value
-
-    read.__name__ = kind.__name__  # argparse names it where the text is no number at all
-    return read
-
-
-count = number(int, "at least 1", lambda x: x >= 1)
-positive = number(float, "above 0 and finite", lambda x: 0 < x < float("inf"))
-share = number(float, "from 0 to 1", lambda x: 0 <= x <= 1)
-
-
 def flags():
     """The parser of the command line: every setting, its default and its meaning."""
     parser = harness.Parser(description=__doc__.splitlines()[0])
@@ -88,44 +70,57 @@ def flags():
     add("--out", default="", help="folder for the results; if none is given, out/PRESET-TASK-seedN")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto takes cuda, then mps, then cpu")
     add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
-    add("--save-every", default=10, type=count, help="RL steps between saved states (warm start: 20 times as many)")
+    add(
+        "--save-every",
+        default=10,
+        type=at_least_one,
+        help="RL steps between saved states (warm start: 20 times as many)",
+    )
     add = parser.add_argument_group("the task").add_argument
     add("--task", default="chain-sum", choices=tuple(TASKS), help="which problems to solve")
-    add("--max-terms", default=6, type=count, help="most numbers in a chain sum (a countdown has 3 or 4)")
+    add("--max-terms", default=6, type=at_least_one, help="most numbers in a chain sum (a countdown has 3 or 4)")
     add("--largest", default=9, type=number(int, "2 to 99", lambda x: 2 <= x <= 99), help="largest number in a problem")
-    add("--eval-problems", default=200, type=count, help="held-out problems per number of terms")
+    add("--eval-problems", default=200, type=at_least_one, help="held-out problems per number of terms")
     add = parser.add_argument_group("the model").add_argument
-    add("--width", default=96, type=count, help="model width C")
-    add("--layers", default=2, type=count, help="transformer blocks L")
-    add("--heads", default=4, type=count, help="query heads H")
-    add("--kv-heads", default=2, type=count, help="key/value heads J")
-    add("--experts", default=8, type=count, help="experts per block E")
-    add("--experts-per-token", default=2, type=count, help="experts that each token goes through, K")
-    add("--expert-width", default=96, type=count, help="hidden width of one expert")
+    add("--width", default=96, type=at_least_one, help="model width C")
+    add("--layers", default=2, type=at_least_one, help="transformer blocks L")
+    add("--heads", default=4, type=at_least_one, help="query heads H")
+    add("--kv-heads", default=2, type=at_least_one, help="key/value heads J")
+    add("--experts", default=8, type=at_least_one, help="experts per block E")
+    add("--experts-per-token", default=2, type=at_least_one, help="experts that each token goes through, K")
+    add("--expert-width", default=96, type=at_least_one, help="hidden width of one expert")
     add = parser.add_argument_group("imitation").add_argument
-    add("--warm-steps", default=1200, type=count, help="steps of imitation before RL")
-    add("--warm-batch", default=64, type=count, help="worked solutions per step of imitation")
+    add("--warm-steps", default=1200, type=at_least_one, help="steps of imitation before RL")
+    add("--warm-batch", default=64, type=at_least_one, help="worked solutions per step of imitation")
     add("--warm-lr", default=3e-3, type=positive, help="peak learning rate of imitation")
-    add("--warm-think", default=0.4, type=share, help="share of worked solutions that reason before they answer")
-    add("--warm-chunk", default=700, type=count, help="tokens that go through the model at once in imitation")
-    add("--aux-coef", default=0.01, type=share, help="weight of the load-balance loss in imitation (RL has none)")
+    add("--warm-think", default=0.4, type=fraction, help="share of worked solutions that reason before they answer")
+    add("--warm-chunk", default=700, type=at_least_one, help="tokens that go through the model at once in imitation")
+    add("--aux-coef", default=0.01, type=fraction, help="weight of the load-balance loss in imitation (RL has none)")
     add = parser.add_argument_group("reinforcement learning").add_argument
-    add("--rl-steps", default=36, type=count, help="RL steps of each learner")
-    add("--prompts", default=32, type=count, help="problems per RL step, P")
+    add("--rl-steps", default=36, type=at_least_one, help="RL steps of each learner")
+    add("--prompts", default=32, type=at_least_one, help="problems per RL step, P")
     add("--group", default=16, type=number(int, "at least 2", lambda x: x >= 2), help="responses per problem, G")
-    add("--minibatches", default=4, type=count, help="optimizer steps per pass over a step's responses")
-    add("--epochs", default=1, type=count, help="passes over a step's responses")
+    add("--minibatches", default=4, type=at_least_one, help="optimizer steps per pass over a step's responses")
+    add("--epochs", default=1, type=at_least_one, help="passes over a step's responses")
     add("--lr", default=2e-4, type=positive, help="learning rate of RL, after a linear warm-up of 5 steps")
     add("--temperature", default=1.0, type=positive, help="of sampling, and of the log-probs that are trained")
     add(
-        "--max-new-tokens", default=64, type=count, help="longest response; longer ones are cut, and scored as they are"
+        "--max-new-tokens",
+        default=64,
+        type=at_least_one,
+        help="longest response; longer ones are cut, and scored as they are",
     )
     window = {"nargs": 2, "type": positive, "metavar": ("LOW", "HIGH")}
     add("--gspo-clip", default=[3e-3, 4e-3], **window, help="GSPO's window [1 - LOW, 1 + HIGH]")
     add("--grpo-clip", default=[0.2, 0.27], **window, help="GRPO's window [1 - LOW, 1 + HIGH]")
     add("--old-logprobs", default="sampler", choices=("sampler", "recompute"), help="the sampler's, or one more pass")
     add("--sampler-dtype", default="float32", choices=DTYPES, help="bfloat16: an imprecise sampler, on purpose")
-    add("--micro-tokens", default=2048, type=count, help="tokens that go through the model at once in RL training")
+    add(
+        "--micro-tokens",
+        default=2048,
+        type=at_least_one,
+        help="tokens that go through the model at once in RL training",
+    )
     return parser
 
 
@@ -161,25 +156,29 @@ class Settings(argparse.Namespace):
 
 def parse_settings(argv):
     """(settings, resuming): of the command line, or of the run that --resume names. Raises UserError."""
-    values = vars(flags().parse_args(argv))
-    words = {word.split("=")[0] for word in argv}
-    typed = {name: value for name, value in values.items() if flag(name) in words}
-    preset = PRESETS[values["preset"]] | OF_TASK[values["task"]]
-    on_gpu = torch.cuda.is_available() and values["device"] in ("auto", "cuda")
-    if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
-        preset.pop("dtype", None)  # a preset asks for bfloat16 only where the device has it
-    folder = values["resume"]
-    if folder and len(typed) > 1:
-        raise UserError(f"--resume takes the settings of the run it continues: leave out {flag(min(typed))}")
+    folder = flags().parse_args(argv).resume
+    typed = {word.split("=")[0] for word in argv if word.startswith("--")} - {"--resume"}
+    if folder and typed:
+        raise UserError(f"--resume takes the settings of the run it continues: leave out {min(typed)}")
     try:
-        if folder:
-            typed = vars(flags().parse_args(as_flags(harness.read_settings(Path(folder)))))
-        settings = Settings(**(values | preset | typed))
+        argv = as_flags(harness.read_settings(Path(folder))) if folder else argv
+        values, parser = flags().parse_args(argv), flags()
+        parser.set_defaults(**preset_defaults(values))
+        settings = parser.parse_args(argv, Settings())
         settings.check()
     except (ValueError, UserError) as error:
         raise UserError(f"cannot resume {folder}: {error}" if folder else str(error)) from error
     del settings.resume
     return settings, bool(folder)
+
+
+def preset_defaults(values):
+    """What a preset and a task change about the defaults. bfloat16 only where the device has it natively."""
+    defaults = PRESETS[values.preset] | OF_TASK[values.task]
+    on_gpu = torch.cuda.is_available() and values.device in ("auto", "cuda")
+    if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
+        defaults.pop("dtype", None)
+    return defaults
 
 
 def flag(name):
@@ -218,20 +217,6 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
-
-    def state(self):
-        return {"weights": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "history": self.history}
-
-    def restore(self, state):
-        """Go back to a saved state; returns the number of steps done. Raises UserError where it does not fit."""
-        try:
-            saved = state["learners"][self.name]
-            self.model.load_state_dict(saved["weights"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.history = list(saved["history"])
-            return state["step"]
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"the saved state of {self.name} does not fit ({type(error).__name__})") from error
 
 
 def check_finite(**quantities):
@@ -310,7 +295,7 @@ def warm_start(settings, device, stop, state):
         return model
     torch.manual_seed(settings.seed)
     learner = Learner("warm", Transformer(settings.model_config).to(device), settings, settings.warm_lr)
-    first = learner.restore(state) if state is not None else 0
+    first = harness.restore(learner, state) if state is not None else 0
     loss, seen, began, every = torch.zeros(()), 0, time.perf_counter(), 20 * settings.save_every
 
     def save_warm(step):
@@ -402,14 +387,14 @@ def recompute(learner, rollout, settings):
     return all_reduce(old_logprobs)
 
 
-def update(learner, rollout, old_logprobs, advantages, rows, count, settings, step):
-    """One optimizer step on the rows of a minibatch of `count`, chunk by chunk. Returns what is measured of it."""
+def update(learner, rollout, old_logprobs, advantages, rows, size, settings, step):
+    """One optimizer step on the rows of a minibatch of `size`, chunk by chunk. Returns what is measured of it."""
     new_logprobs, loss = torch.zeros_like(old_logprobs), torch.zeros((), device=old_logprobs.device)
     changed = torch.zeros(2, device=old_logprobs.device)
     for chunk, width in chunks_of(rollout, rows, settings):
         logprobs, changed_here = trainer_logprobs(learner, rollout, chunk, width, settings)
         old, mask = old_logprobs[chunk, :width], rollout.mask[chunk, :width]
-        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=count)
+        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=size)
         chunk_loss.backward()
         loss += chunk_loss.detach()
         new_logprobs[chunk, :width] = logprobs.detach()
@@ -460,8 +445,8 @@ def rl_step(learner, problems, settings, step, device):
         check_finite(logprobs=old_logprobs)
         for minibatch in random_minibatches(settings, step):
             if rows := [row for row in minibatch if row in informative]:
-                count = len(minibatch)
-                updates.append(update(learner, rollout, old_logprobs, advantages, rows, count, settings, step))
+                size = len(minibatch)
+                updates.append(update(learner, rollout, old_logprobs, advantages, rows, size, settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
     except FloatingPointError as error:  # keep what led to it beside, not over, the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"
@@ -607,7 +592,7 @@ def run(settings, device, state, stop):
     if racing:
         before = state["before"]
         for learner in learners:
-            first = learner.restore(state)
+            first = harness.restore(learner, state)
     else:
         first, before = 0, evaluate(start, settings, device)
         harness.save_state(folder, "rl", 0, learners, before=before)

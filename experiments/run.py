@@ -13,6 +13,7 @@ Choices (which window) are made on seeds 100 to 102, `choose`; what is reported 
 """
 
 import argparse
+import copy
 import csv
 import json
 import os
@@ -39,7 +40,9 @@ TUNED, EDGE = 2e-4, 8e-4
 
 
 def arm(name, learner, lr, window, steps=36, **variant):
-    """One setting. variant: `weight` and `clip` for `decomposed`, `sign` for one sign of the advantage only."""
+    """One setting. variant: `weight` and `clip` for `decomposed`, `sign` for one sign of the advantage only, `flags` of
+    train.py, `bits` that the sampler's weights are rounded to.
+    """
     return {"arm": name, "learner": learner, "lr": lr, "low": window[0], "high": window[1], "steps": steps, **variant}
 
 
@@ -91,6 +94,26 @@ SWEEPS = {
             ("wrong answers only, never clips", (NEVER, NEVER), {"sign": -1}),
         )
     ],
+    # How stale may the data be? At a constant rate per update, and at a constant sum of the rates of a step.
+    "staleness": [
+        arm(f"{learner}, {n} updates, {name}", learner, rate, window, flags=f"--minibatches {n}")
+        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
+        for n in (1, 2, 4, 8, 16)
+        for name, rate in (("same rate", EDGE / 2), ("same sum", EDGE / 2 * 4 / n))
+        if n != 4 or name == "same rate"
+    ],
+    # How precise must the sampler's log-probs be?
+    "precision": [
+        arm(f"{learner}, {sampler}, {old}", learner, lr, window, flags=f"--old-logprobs {old} {flags}", **variant)
+        for lr in (TUNED, EDGE)
+        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
+        for sampler, flags, variant in (
+            ("float32", "", {}),
+            ("bfloat16", "--sampler-dtype bfloat16", {}),
+            ("8 bits", "", {"bits": 8}),
+        )
+        for old in ("sampler", "recompute")
+    ],
 }
 
 
@@ -127,8 +150,18 @@ def drifts(logprobs, old_logprobs, advantages, mask):
 SERIES = ("reward", "entropy", "length", "clip_frac", "ratio_min", "ratio_max", "grad_norm", *DRIFTS)
 
 
-def run_one(setting, seed, folder, cached):
-    """In a process of its own: `train.py` with one learner, its loss changed as the setting says."""
+def rounded(model, bits):
+    """A copy whose matrices are rounded to so many bits, each row on a scale of its own."""
+    model, levels = copy.deepcopy(model), 2 ** (bits - 1) - 1
+    for p in model.parameters():
+        if p.dim() > 1:
+            scale = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
+            p.data = (p.data / scale).round() * scale
+    return model
+
+
+def run_one(setting, seed, folder, cached, flags=()):
+    """In a process of its own: `train.py` with one learner, its loss and its sampler changed as the setting says."""
     import train
 
     objective = setting["learner"].partition("+")[0]
@@ -147,6 +180,17 @@ def run_one(setting, seed, folder, cached):
 
     train.LOSSES[objective] = loss
     train.UPDATE_METRICS += DRIFTS
+    if "bits" in setting:
+        respond, generate = train.respond, train.generate
+
+        def respond_rounded(*args):
+            train.generate = lambda model, *a, **k: generate(rounded(model, setting["bits"]), *a, **k)
+            try:
+                return respond(*args)
+            finally:
+                train.generate = generate
+
+        train.respond = respond_rounded
     evaluate, before = train.evaluate, cached / "before.json"
 
     def evaluate_once(*args):  # a warm start is evaluated once for all runs from it
@@ -155,11 +199,17 @@ def run_one(setting, seed, folder, cached):
         return evaluate(*args)
 
     train.evaluate = evaluate_once
-    clip = [f"--{objective}-clip", str(setting["low"]), str(setting["high"])]
+    words = [
+        f"--{objective}-clip",
+        str(setting["low"]),
+        str(setting["high"]),
+        *setting.get("flags", "").split(),
+        *flags,
+    ]
     options = {"seed": seed, "learners": setting["learner"], "lr": setting["lr"], "rl-steps": setting["steps"]}
     options |= {"out": folder, "device": "cpu", "save-every": 1000}
     try:
-        train.main([word for k, v in options.items() for word in (f"--{k}", str(v))] + clip)
+        train.main([word for k, v in options.items() for word in (f"--{k}", str(v))] + words)
     except train.UserError as error:
         sys.exit(NOT_FINITE if error.code == 1 else str(error))
 
