@@ -2,6 +2,7 @@
 """Tables and figures of the sweeps, from the rows in experiments/results alone; and the curves of any run.
 
     python experiments/plot.py edge                         prints the tables, writes experiments/figures/edge.svg
+    python experiments/plot.py quick-edge                   the same of a quick sweep
     python experiments/plot.py out/tiny-chain-sum-seed0     writes curves.svg into the folder of a run
 
 Accuracies are sampled, over some 800 held-out problems of three and more numbers. A difference is taken seed by seed;
@@ -144,6 +145,119 @@ def why_tables():
         lines.append([arm, spread(values(rows, arm=arm)), against, *cells])
     head = ["", "accuracy after", "against both halves", "drift, wrong", "drift, right", "lost, wrong", "clipped"]
     yield table(head, lines)
+
+
+def staleness_tables():
+    rows = load("staleness")
+    for how in ("same rate", "same sum"):
+        lines = []
+        for n in (1, 2, 4, 8, 16):
+            names = [f"{arm}, {n} updates, {'same rate' if n == 4 else how}" for arm in ("gspo", "grpo")]
+            rate = next(float(r["lr"]) for r in rows if r["arm"] == names[0])
+            a, b = (values(rows, arm=name) for name in names)
+            spreads = [f"{np.mean(list(values(rows, 'mean_log_ratio_std', arm=name).values())):.3f}" for name in names]
+            lines.append([str(n), f"{rate:g}", spread(a), spread(b), difference(a, b), *spreads])
+        head = [f"updates per step, {how}", "learning rate", "gspo", "grpo", "gspo − grpo", "sd log w, gspo", "grpo"]
+        yield table(head, lines)
+
+
+def precision_tables():
+    rows = load("precision")
+    for lr in distinct(rows, "lr", float):
+        lines = []
+        for sampler in ("float32", "bfloat16", "8 bits"):
+            for old in ("sampler", "recompute")[: 1 + (sampler != "float32")]:
+                cells = []
+                for arm in ("gspo", "grpo"):
+                    here = values(rows, arm=f"{arm}, {sampler}, {old}", lr=lr)
+                    exact = values(rows, arm=f"{arm}, float32, sampler", lr=lr)
+                    clipped = values(rows, "mean_clip_frac", arm=f"{arm}, {sampler}, {old}", lr=lr)
+                    cells += [spread(here), difference(here, exact), f"{100 * np.mean(list(clipped.values())):.2f}%"]
+                lines.append([sampler, old, *cells])
+        head = [
+            f"sampler, at {lr:g}",
+            "old log-probs",
+            "gspo",
+            "against exact",
+            "clipped",
+            "grpo",
+            "against exact",
+            "clipped",
+        ]
+        yield table(head, lines)
+
+
+def longer_tables():
+    rows = load("longer")
+    arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
+    lines = []
+    for lr in rates:
+        by_arm = [values(rows, arm=arm, lr=lr) for arm in arms]
+        length = np.mean(list(values(rows, "late_length", arm="gspo", lr=lr).values()))
+        lines.append([f"{lr:g}", f"{length:.0f}", *map(spread, by_arm), difference(*by_arm[:2])])
+    yield table(["learning rate", "tokens at the end", *arms, "gspo − grpo"], lines)
+
+
+def countdown_tables():
+    rows, lines = load("countdown"), []
+    for arm in distinct(rows, "arm"):
+        before, after = values(rows, "before", arm=arm), values(rows, arm=arm)
+        end = [np.mean(list(values(rows, f"late_{name}", arm=arm).values())) for name in ("think_frac", "length")]
+        lines.append([arm, spread(before), spread(after), difference(after, before), f"{end[0]:.3f}", f"{end[1]:.0f}"])
+    yield table(["", "before", "after", "gain", "thinks, at the end", "tokens"], lines)
+
+
+def mean_of(rows, column, **chosen):
+    """Mean of a column over the seeds and steps that have these values; nan where there is none."""
+    numbers = [float(r[column]) for r in rows if all(r[k] == v for k, v in chosen.items())]
+    numbers = [x for x in numbers if x == x]
+    return np.mean(numbers) if numbers else float("nan")
+
+
+def routing_tables():
+    rows = load("routing")
+    for updates in distinct(rows, "updates"):
+        lines = []
+        for lr in distinct(rows, "lr"):
+            for experts in distinct(rows, "experts"):
+                here = {"updates": updates, "lr": lr, "experts": experts}
+                shares = [mean_of(rows, c, **here, replay="0") for c in ("choices_changed", "tokens_changed")]
+                cells = [f"{100 * share:.2f}%" for share in shares]
+                for kind in ("same", "changed"):
+                    for replay in "01":
+                        q = [mean_of(rows, c, **here, tokens=kind, replay=replay) for c in ("q90", "q99")]
+                        cells.append("–" if q[0] != q[0] else f"{q[0]:.3f}, {q[1]:.2f}")
+                lines.append([f"{float(lr):g}", experts, *cells])
+        head = [f"after {updates} update{'s' * (updates != '1')}, rate", "experts", "choices changed", "tokens changed"]
+        head += ["same: q90, q99 of |log w|", "replayed", "changed: q90, q99", "replayed"]
+        yield table(head, lines)
+
+
+def ratio_tables():
+    rows, lines = [r for r in load("ratio") if r["experts"] == "8"], []
+    for lr in distinct(rows, "lr"):
+        for updates in distinct(rows, "updates"):
+            for length in distinct(rows, "length"):
+                here = {"lr": lr, "updates": updates, "length": length}
+                names = ("mean_length", "sd_log_w", "sd_log_s", "coherence")
+                cells = [f"{mean_of(rows, name, **here):.3g}" for name in names]
+                lines.append([f"{float(lr):g}", updates, length, *cells])
+    yield table(["learning rate", "updates", "length", "mean", "sd log w", "sd log s", "coherence"], lines)
+
+
+def cosine_tables():
+    rows, lines = [r for r in load("cosine") if r["experts"] == "8"], []
+    for lr in distinct(rows, "lr"):
+        by_seed = {
+            name: {int(s): mean_of(rows, "cosine", lr=lr, gradient=name, seed=s) for s in distinct(rows, "seed")}
+            for name in distinct(rows, "gradient")
+        }
+        for name, cosines in by_seed.items():
+            against = (
+                difference(cosines, by_seed["stale, no ratio"]) if name.endswith(("token ratio", "ce ratio")) else ""
+            )
+            lines.append([f"{float(lr):g}", name, spread(cosines), against])
+    yield table(["learning rate", "gradient", "cosine with the fresh one", "against no ratio"], lines)
 
 
 # Figures
@@ -292,7 +406,9 @@ def run_figure(folder):
 
 TABLES = {
     "edge": edge_tables, "efficiency": efficiency_tables, "slow": slow_tables, "unit": unit_tables,
-    "window": window_tables, "why": why_tables,
+    "window": window_tables, "why": why_tables, "staleness": staleness_tables, "precision": precision_tables,
+    "longer": longer_tables, "countdown": countdown_tables, "routing": routing_tables, "ratio": ratio_tables,
+    "cosine": cosine_tables,
 }  # fmt: skip
 FIGURES = {"edge": edge_figure, "slow": slow_figure, "unit": unit_figure, "window": window_figure, "why": why_figure}
 

@@ -40,8 +40,8 @@ TUNED, EDGE = 2e-4, 8e-4
 
 
 def arm(name, learner, lr, window, steps=36, **variant):
-    """One setting. variant: `weight` and `clip` for `decomposed`, `sign` for one sign of the advantage only, `flags` of
-    train.py, `bits` that the sampler's weights are rounded to.
+    """One setting. variant: `weight` and `clip` for `decomposed`; `sign`, for one sign of the advantage only; `bits`
+    that the sampler's weights are rounded to; `flags` of train.py, and `world`, those that the warm start depends on.
     """
     return {"arm": name, "learner": learner, "lr": lr, "low": window[0], "high": window[1], "steps": steps, **variant}
 
@@ -51,6 +51,7 @@ def scaled(window, factor):
 
 
 WIDTHS = (0.03, 0.1, 0.3, 1, 3, 10)
+OLD_LOGPROBS = {"sampler": {}, "recompute": {"flags": "--old-logprobs recompute"}}
 EDGE_RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.2e-3, 1.6e-3)
 EDGE_ARMS = (
     ("gspo", "gspo", GSPO),
@@ -79,7 +80,7 @@ SWEEPS = {
         arm(learner, learner, lr, (NEVER, NEVER) if x is None else scaled(window, x))
         for lr in (EDGE, TUNED)
         for learner, window in (("gspo", GSPO), ("grpo", GRPO))
-        for x in (*WIDTHS, None)
+        for x in (*WIDTHS[1:], None)
     ],
     # Which half of the window, and which half of the gradient?
     "why": [
@@ -104,15 +105,22 @@ SWEEPS = {
     ],
     # How precise must the sampler's log-probs be?
     "precision": [
-        arm(f"{learner}, {sampler}, {old}", learner, lr, window, flags=f"--old-logprobs {old} {flags}", **variant)
+        arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding, **OLD_LOGPROBS[old])
         for lr in (TUNED, EDGE)
         for learner, window in (("gspo", GSPO), ("grpo", GRPO))
-        for sampler, flags, variant in (
-            ("float32", "", {}),
-            ("bfloat16", "--sampler-dtype bfloat16", {}),
-            ("8 bits", "", {"bits": 8}),
-        )
+        for sampler, rounding in (("float32", {}), ("bfloat16", {"bits": 16}), ("8 bits", {"bits": 8}))
         for old in ("sampler", "recompute")
+        if (sampler, old) != ("float32", "recompute")
+    ],
+    # Does the picture hold when responses are longer?
+    "longer": [
+        arm(name, learner, lr, window, world="--max-terms 10 --max-new-tokens 96")
+        for lr in (TUNED, EDGE)
+        for name, learner, window in EDGE_ARMS[:3]
+    ],
+    # Does search pay?
+    "countdown": [
+        arm(name, learner, TUNED, window, world="--task countdown") for name, learner, window in EDGE_ARMS[:2]
     ],
 }
 
@@ -147,12 +155,19 @@ def drifts(logprobs, old_logprobs, advantages, mask):
     return dict(zip(DRIFTS, moved))
 
 
+# What a row keeps of a run: means over its steps, and values step by step.
+MEANS = (
+    "reward", "clip_frac", "clip_frac_low", "clip_frac_high", "expert_change", "approx_kl", "grad_norm", "seconds",
+    "log_ratio_std", "seq_log_ratio_std", *DRIFTS,
+)  # fmt: skip
 SERIES = ("reward", "entropy", "length", "clip_frac", "ratio_min", "ratio_max", "grad_norm", *DRIFTS)
 
 
 def rounded(model, bits):
-    """A copy whose matrices are rounded to so many bits, each row on a scale of its own."""
+    """A copy in bfloat16 (16), or with matrices rounded to so many bits, each row on a scale of its own."""
     model, levels = copy.deepcopy(model), 2 ** (bits - 1) - 1
+    if bits == 16:
+        return model.to(torch.bfloat16)
     for p in model.parameters():
         if p.dim() > 1:
             scale = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
@@ -160,7 +175,7 @@ def rounded(model, bits):
     return model
 
 
-def run_one(setting, seed, folder, cached, flags=()):
+def run_one(setting, folder, cached, flags=()):
     """In a process of its own: `train.py` with one learner, its loss and its sampler changed as the setting says."""
     import train
 
@@ -206,7 +221,12 @@ def run_one(setting, seed, folder, cached, flags=()):
         *setting.get("flags", "").split(),
         *flags,
     ]
-    options = {"seed": seed, "learners": setting["learner"], "lr": setting["lr"], "rl-steps": setting["steps"]}
+    options = {
+        "seed": setting["seed"],
+        "learners": setting["learner"],
+        "lr": setting["lr"],
+        "rl-steps": setting["steps"],
+    }
     options |= {"out": folder, "device": "cpu", "save-every": 1000}
     try:
         train.main([word for k, v in options.items() for word in (f"--{k}", str(v))] + words)
@@ -214,11 +234,21 @@ def run_one(setting, seed, folder, cached, flags=()):
         sys.exit(NOT_FINITE if error.code == 1 else str(error))
 
 
-def warm(seed, folder):
+def warm_folder(world, seed):
+    return SCRATCH / f"warm{world.replace(' ', '')}-{seed}"
+
+
+def warm_starts(pool, needed):
+    """Makes those of these (world, seed) that are not there yet."""
+    missing = sorted((w, seed) for w, seed in needed if not (warm_folder(w, seed) / "before.json").exists())
+    list(tqdm(pool.map(lambda x: child("warm", x[1], warm_folder(*x), x[0]), missing), "warm starts", len(missing)))
+
+
+def warm(seed, folder, world):
     """In a process of its own: the warm start of a seed, and its evaluation."""
     import train
 
-    settings, _ = train.parse_settings(["--seed", str(seed), "--out", str(folder), "--device", "cpu"])
+    settings, _ = train.parse_settings(["--seed", str(seed), "--out", str(folder), "--device", "cpu", *world.split()])
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
     with train.harness.stoppable(folder, device) as stop:
@@ -226,14 +256,14 @@ def warm(seed, folder):
     (folder / "before.json").write_text(json.dumps(train.evaluate(model, settings, device)))
 
 
-def child(*words):
-    """Runs this file in a process with one thread. Returns its exit status."""
-    command = [sys.executable, __file__, "--child", *map(str, words)]
+def child(*words, script=__file__):
+    """Runs a script of ours in a process with one thread. Returns (exit status, what it printed)."""
+    command = [sys.executable, script, "--child", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, NOT_FINITE):
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
-    return done.returncode
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return done.returncode, done.stdout
 
 
 def read(path):
@@ -251,56 +281,59 @@ def mean(steps, name):
     return sum(values) / len(values) if values else float("nan")
 
 
-def measure(setting, seed):
-    """Runs one setting with one seed, unless it ran already. Returns its row."""
-    name = "-".join(str(v).replace(" ", "_") for v in setting.values())
-    cached, folder = SCRATCH / f"warm-{seed}", SCRATCH / f"{name}-seed{seed}"
+def variant(setting):
+    """What else distinguishes a setting, as text."""
+    names = ("weight", "clip", "sign", "bits", "flags", "world")
+    return " ".join(f"{name}={setting[name]}" for name in names if name in setting)
+
+
+def measure(setting, known):
+    """Runs one setting with one seed, unless a row of the same work is known. Returns its row."""
+    if same := known.get(work(setting)):
+        return same | {"arm": setting["arm"]}
+    seed, name = setting["seed"], "-".join(str(v).replace(" ", "_") for v in setting.values())
+    cached, folder = warm_folder(setting.get("world", ""), seed), SCRATCH / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(cached / "warm.pt", folder)
     began = time.perf_counter()
-    broke = child("run", json.dumps(setting), seed, folder, cached)
+    broke = child("run", json.dumps(setting), folder, cached)[0] == NOT_FINITE
     seconds = time.perf_counter() - began
     steps, evaluation = read(folder / f"{setting['learner']}.csv"), read(folder / "eval.csv")
     before = [r | {"stage": "before"} for r in json.loads((cached / "before.json").read_text())]
     late = steps[-10:]
-    row = {name: setting[name] for name in ("arm", "learner", "lr", "low", "high", "steps")}
-    row |= {"seed": seed, "before": accuracy(before, "before", "sampled")}
+    row = {name: setting[name] for name in ("arm", "learner", "lr", "low", "high", "steps", "variant", "seed")}
+    row |= {"before": accuracy(before, "before", "sampled")}
     row["after"] = 0.0 if broke else accuracy(evaluation, "after", "sampled")
     row["greedy"] = 0.0 if broke else accuracy(evaluation, "after", "greedy")
     for column in ("reward", "think_frac", "length", "entropy"):
         row[f"late_{column}"] = mean(late, column)
-    means = (
-        "reward",
-        "clip_frac",
-        "clip_frac_low",
-        "clip_frac_high",
-        "expert_change",
-        "approx_kl",
-        "grad_norm",
-        "seconds",
-    )
-    for column in (*means, "log_ratio_std", "seq_log_ratio_std", *DRIFTS):
+    for column in MEANS:
         row[f"mean_{column}"] = mean(steps, column)
     row |= {f"{column}_by_step": " ".join(f"{float(r[column]):.4g}" for r in steps) for column in SERIES}
-    row |= {"broke": int(bool(broke)), "seconds": round(seconds)}
+    row |= {"broke": int(broke), "seconds": round(seconds)}
     shutil.rmtree(folder)
     return {k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items()}
 
 
-def key(row):
-    return tuple(str(row[name]) for name in ("arm", "lr", "low", "high", "steps", "seed"))
+def work(row):
+    """What was run, whatever it is called."""
+    return (
+        row["learner"],
+        row["variant"],
+        *(f"{float(row[name]):.5g}" for name in ("lr", "low", "high", "steps", "seed")),
+    )
 
 
 def sweep(name, seeds, path, workers):
-    """All runs of a sweep that its file does not hold yet."""
-    rows = read(path)
-    done = {key(row) for row in rows}
-    todo = [(s, seed) for seed in seeds for s in SWEEPS[name] if key(s | {"seed": seed}) not in done]
+    """All runs of a sweep that its file does not hold yet. Sweeps share runs of the same work."""
+    known = {work(row): row for other in sorted(RESULTS.glob("*.csv")) for row in read(other) if "variant" in row}
+    done = {(row["arm"], work(row)) for row in read(path)}
+    runs = [(setting | {"variant": variant(setting), "seed": seed}) for seed in seeds for setting in SWEEPS[name]]
+    runs = [run for run in runs if (run["arm"], work(run)) not in done]
     with ThreadPoolExecutor(workers) as pool:
-        missing = [seed for seed in seeds if not (SCRATCH / f"warm-{seed}" / "before.json").exists()]
-        list(tqdm(pool.map(lambda s: child("warm", s, SCRATCH / f"warm-{s}"), missing), "warm starts", len(missing)))
-        for row in tqdm(pool.map(lambda work: measure(*work), todo), name, len(todo), smoothing=0):
+        warm_starts(pool, {(run.get("world", ""), run["seed"]) for run in runs if work(run) not in known})
+        for row in tqdm(pool.map(lambda run: measure(run, known), runs), name, len(runs), smoothing=0):
             new = not path.exists()
             with open(path, "a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, row.keys(), lineterminator="\n")
@@ -314,8 +347,8 @@ def main(argv):
         torch.set_num_threads(1)
         task, *words = argv[1:]
         if task == "warm":
-            return warm(int(words[0]), Path(words[1]))
-        return run_one(json.loads(words[0]), int(words[1]), *map(Path, words[2:]))
+            return warm(int(words[0]), Path(words[1]), words[2])
+        return run_one(json.loads(words[0]), *map(Path, words[1:]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sweep", choices=tuple(SWEEPS))
     parser.add_argument("--quick", action="store_true", help="one seed")

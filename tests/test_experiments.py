@@ -12,8 +12,8 @@ import torch
 from cases import TINY, random_batch, window
 
 import train
-from gspo import gspo_loss
 from grpo import grpo_loss
+from gspo import gspo_loss
 
 ROOT = Path(train.__file__).parent
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -28,7 +28,9 @@ def gradient(weight, clip, batch, low, high):
     return logprobs.grad
 
 
-@pytest.mark.parametrize("unit, loss, low, high", [("sequence", gspo_loss, 0.03, 0.04), ("token", grpo_loss, 0.2, 0.27)])
+@pytest.mark.parametrize(
+    "unit, loss, low, high", [("sequence", gspo_loss, 0.03, 0.04), ("token", grpo_loss, 0.2, 0.27)]
+)
 def test_taken_apart_and_put_together_again(unit, loss, low, high):
     batch = random_batch(1)
     logprobs = batch["logprobs"].clone().requires_grad_()
@@ -58,7 +60,9 @@ def test_one_run_of_a_sweep(tmp_path, monkeypatch):
     for name in ("UPDATE_METRICS", "evaluate", "respond"):
         monkeypatch.setattr(train, name, getattr(train, name))
     setting = run.arm("x", "gspo", 1e-3, (0.1, 0.1), steps=4, weight="token", clip="no", bits=8)
-    run.run_one(setting, 0, tmp_path, tmp_path / "none", flags=[w for w in TINY if w not in ("--lr", "1e-3")])
+    run.run_one(
+        setting | {"seed": 0}, tmp_path, tmp_path / "none", flags=[w for w in TINY if w not in ("--lr", "1e-3")]
+    )
     with open(tmp_path / "gspo.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 and {*run.DRIFTS, "clip_frac"} < {*rows[0]}
@@ -67,9 +71,8 @@ def test_one_run_of_a_sweep(tmp_path, monkeypatch):
 
 def test_sweeps_name_each_setting_once():
     for settings in run.SWEEPS.values():
-        keys = [run.key(setting | {"seed": 0}) for setting in settings]
-        assert len(set(keys)) == len(keys)
-        json.dumps(settings)
+        works = [run.work(setting | {"variant": run.variant(setting), "seed": 0}) for setting in settings]
+        assert len(set(works)) == len(works) and json.loads(json.dumps(settings))
 
 
 def test_paired_differences():
