@@ -66,6 +66,17 @@ def half(x):
 # One function per sweep for its tables, as text.
 
 
+def choose_tables():
+    rows, windows, rates = load("choose"), [], []
+    for arm in ("gspo", "grpo"):
+        for low, high in dict.fromkeys((float(r["low"]), float(r["high"])) for r in rows if r["arm"] == arm):
+            windows.append([arm, f"−{half(low)} +{half(high)}", spread(values(rows, arm=arm, low=low))])
+        by_rate = [values(rows, arm=f"{arm}, rate", lr=lr) for lr in (1e-4, 2e-4, 4e-4)]
+        rates.append([arm, *map(spread, by_rate)])
+    yield table(["at 8e-4", "window", "accuracy after"], windows)
+    yield table(["default windows", "1e-4", "2e-4", "4e-4"], rates)
+
+
 def edge_tables():
     rows = load("edge")
     arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
@@ -260,6 +271,39 @@ def cosine_tables():
     yield table(["learning rate", "gradient", "cosine with the fresh one", "against no ratio"], lines)
 
 
+def laptop_tables():
+    lines = []
+    rows = load("laptop-gpu/eval")
+    for learner in ("gspo", "grpo"):
+        steps = load(f"laptop-gpu/{learner}")
+        cells = []
+        for stage in ("before", "after"):
+            some = [r for r in rows if (r["learner"], r["stage"]) == (learner, stage) and int(r["terms"]) >= 3]
+            problems = [int(r["problems"]) for r in some]
+            cells += [
+                f"{np.average([float(r[way]) for r in some], weights=problems):.3f}" for way in ("sampled", "greedy")
+            ]
+        thinks = [f"{100 * float(steps[i]['think_frac']):.0f}%" for i in (0, -1)]
+        lengths = [f"{float(steps[i]['length']):.0f}" for i in (0, -1)]
+        lines.append([learner, *cells, " → ".join(thinks), " → ".join(lengths)])
+    yield table(["", "before: sampled", "greedy", "after: sampled", "greedy", "thinks", "tokens"], lines)
+
+
+GOALS = {  # of the ratio, or of what is measured
+    "default_run": "130 s", "sample_natural": "3", "peak_memory": "at most 0.5", "rl_step_natural": "6",
+    "laptop_step": "3", "warm_start": "2", "second_core": "1.6",
+    "moe_e64_over_e8": "at most 1.5", "flop_bound": "at most 2",
+}  # fmt: skip
+
+
+def bench_tables():
+    lines = []
+    for r in load("bench"):
+        ratio = f"{r['ratio_median']} ({r['ratio_min']} to {r['ratio_max']})" if r["ratio_median"] else ""
+        lines.append([f"`{r['part']}`", r["ours"], r["peer"], r["unit"], ratio, GOALS.get(r["part"], "")])
+    yield table(["part", "ours", "peer", "unit", "ratio: median (lowest to highest)", "goal"], lines)
+
+
 # Figures
 
 
@@ -405,6 +449,7 @@ def run_figure(folder):
 
 
 TABLES = {
+    "choose": choose_tables, "bench": bench_tables, "laptop": laptop_tables,
     "edge": edge_tables, "efficiency": efficiency_tables, "slow": slow_tables, "unit": unit_tables,
     "window": window_tables, "why": why_tables, "staleness": staleness_tables, "precision": precision_tables,
     "longer": longer_tables, "countdown": countdown_tables, "routing": routing_tables, "ratio": ratio_tables,
