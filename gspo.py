@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""GSPO: one importance ratio per sequence, as the reward is; in the equations of Zheng et al. (arXiv 2507.18071).
+"""GSPO: one importance ratio per sequence. Equation numbers are those of Zheng et al. (arXiv 2507.18071).
 
 `diff grpo.py gspo.py` is the lesson: only the ratio and the objective differ. `python gspo.py` shows it on numbers.
 Letters: B sequences, T tokens, P prompts, G samples per prompt (the group). To copy: it needs nothing but torch.
-Beyond the paper: a group's deviation is the sample one (ddof 1) plus `eps`; the log-ratio, after its mean, is capped.
+Not in the paper: std is the sample one (ddof 1), plus `eps`; the sequence's mean log-ratio is capped.
 """
 
 import torch
@@ -12,7 +12,7 @@ LOG_RATIO_CAP = 20.0  # so that no finite input gives inf; e^20 = 5e8 is far out
 
 
 def group_advantages(rewards, group_size, *, eps=1e-6):
-    """Each reward against the mean and deviation of its group: equation 6, which for GRPO stands within equation 3.
+    """Rewards minus their group's mean, divided by its std: equation 6, which for GRPO is a part of equation 3.
 
     rewards: (B,) tensor or list; a group is group_size (G) consecutive rows. None (in a list) or nan (in a tensor)
         means unverifiable: left out of its group's statistics, advantage 0.
@@ -28,14 +28,51 @@ def group_advantages(rewards, group_size, *, eps=1e-6):
     # Equation 6:  A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)
     centred = torch.where(known, r - torch.where(known, r, 0).sum(1, keepdim=True) / count, 0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    # The rounded mean of equal rewards can be one unit off, and eps would blow that up: compare, do not subtract.
+    # Equal rewards must give exactly 0, yet r - mean may be a rounding error, which 1/eps would enlarge: compare.
     low = torch.where(known, r, float("inf")).amin(1, keepdim=True)
     high = torch.where(known, r, -float("inf")).amax(1, keepdim=True)
     return torch.where(high > low, centred / (std + eps), 0.0).flatten()
 
 
+def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None):
+    """Equation 5, negated to be minimised: the sequence-level objective. No KL penalty: 2507.18071 omits it.
+
+    logprobs, old_logprobs: (B, T), log-probabilities of the tokens under the trained and the sampling policy.
+    advantages: (B,), one per sequence.
+    mask: (B, T), 1 on response tokens, the end token included. Values elsewhere, even inf and nan, are ignored.
+    clip_eps_low, clip_eps_high: the window [1 - low, 1 + high]; defaults from section 5.1 of the paper.
+    num_sequences: the divisor. Default: the rows with a response token. For a part of a batch, pass the whole's count.
+    Returns (loss, metrics): the mean over sequences; a dict of detached scalars. Raises ValueError on other shapes.
+    """
+    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences)
+    # Equation 7:  s_i = (pi(y_i | x) / pi_old(y_i | x))^(1/|y_i|) = exp(1/|y_i| sum_t log w_it)
+    ratio = ((new - old).sum(1, keepdim=True) / lengths).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()  # (B, 1)
+    # Equation 5:  J = 1/G sum_i min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
+    # Its gradient (equation 10) gives all tokens of a response the same weight s_i / |y_i|.
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
+    # `where`, not `min`: a ratio exactly on the window's edge keeps its gradient (clamp's is 0 there since torch 2.14)
+    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, 1)
+    loss = -objective.sum() / count
+    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
+
+
+def gspo_token_loss(
+    logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None
+):
+    """GSPO-token: as `gspo_loss`, with advantages (B, T). Equation 13, negated; equation 17 is its gradient."""
+    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, True)
+    ratio = ((new - old).sum(1, keepdim=True) / lengths).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp().detach()  # (B, 1)
+    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)]: the value of s_i, the gradient of token t alone
+    token_ratio = ratio * (new - new.detach()).exp()  # (B, T)
+    # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
+    unclipped, clipped = token_ratio * advantages, token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
+    objective = torch.where(unclipped <= clipped, unclipped, clipped).sum(1, keepdim=True) / lengths
+    loss = -objective.sum() / count
+    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
+
+
 def _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=False):
-    """Checks shapes, sets to 0 what the mask leaves out. Returned: advantages (B, 1) or (B, T), lengths (B, 1)."""
+    """Checks shapes, sets to 0 what the mask leaves out. Advantages become (B, 1) or (B, T), lengths are (B, 1)."""
     shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
     if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3 + [shapes[0][: 1 + per_token]]:
         form = "(B, T)" if per_token else "(B,)"
@@ -76,43 +113,6 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
         # k3, an unbiased and never negative estimate of KL(pi_old || pi): http://joschu.net/blog/kl-approx.html
         "approx_kl": torch.where(mask, log_ratio.exp() - 1 - log_ratio, 0).sum() / tokens,
     }
-
-
-def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None):
-    """Equation 5, negated to be minimised: the sequence-level objective. No KL penalty: the paper leaves it out.
-
-    logprobs, old_logprobs: (B, T), log-probabilities of the tokens under the trained and the sampling policy.
-    advantages: (B,), one per sequence.
-    mask: (B, T), 1 on response tokens, the end token included. What stands elsewhere, inf and nan included, is ignored.
-    clip_eps_low, clip_eps_high: the window [1 - low, 1 + high]; defaults from section 5.1 of the paper.
-    num_sequences: the divisor. Default: the rows with a response token. For a part of a batch, give the whole's.
-    Returns (loss, metrics): the mean over sequences; a dict of detached scalars. Raises ValueError on other shapes.
-    """
-    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences)
-    # Equation 7:  s_i = (pi(y_i | x) / pi_old(y_i | x))^(1/|y_i|) = exp(1/|y_i| sum_t log w_it)
-    ratio = ((new - old).sum(1, keepdim=True) / lengths).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()  # (B, 1)
-    # Equation 5:  J = 1/G sum_i min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
-    # Its gradient (equation 10) gives all tokens of a response the same weight s_i / |y_i|.
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    # `where`, not `min`: a ratio exactly on the edge keeps its gradient, while clamp's is 0 there since torch 2.14
-    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, 1)
-    loss = -objective.sum() / count
-    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
-
-
-def gspo_token_loss(
-    logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None
-):
-    """GSPO-token: as `gspo_loss`, with advantages (B, T). Equation 13, negated; equation 17 is its gradient."""
-    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, True)
-    ratio = ((new - old).sum(1, keepdim=True) / lengths).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp().detach()  # (B, 1)
-    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)]: the value of s_i, the gradient of token t alone
-    token_ratio = ratio * (new - new.detach()).exp()  # (B, T)
-    # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
-    unclipped, clipped = token_ratio * advantages, token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    objective = torch.where(unclipped <= clipped, unclipped, clipped).sum(1, keepdim=True) / lengths
-    loss = -objective.sum() / count
-    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
 
 
 if __name__ == "__main__":  # a group of five responses of four tokens; an update moved their log-probs from -1

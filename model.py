@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         """Whole rows: the last hidden states (B, T, C), the routes taken (L, B, T, K), the router's probabilities
         (L, B, T, E).
 
-        read: (N,), which of the B*T places to read, all before the last of each row: N then stands for B, T.
+        read: (N,), the places of B*T to compute, the first ones of each row. Outputs then have N for B, T.
         cache: a `KVCache` to fill. routes, and what is raised: as in `forward`.
         """
         (b, t), config = tokens.shape, self.config
@@ -203,11 +203,11 @@ class Transformer(nn.Module):
             cache.used = t
         x, rotations, taken, probs = self.embed(tokens), rotary(positions, config), [], []
         for layer, block in enumerate(self.blocks):
-            of_layer = None if cache is None else (cache.k[layer], cache.v[layer])
-            x = x + block.attention(block.attention_norm(x), rotations, (b, t), read, of_layer)
-            y, of_layer, p = block.moe(block.moe_norm(x), None if routes is None else routes[layer])
+            layer_cache = None if cache is None else (cache.k[layer], cache.v[layer])
+            x = x + block.attention(block.attention_norm(x), rotations, (b, t), read, layer_cache)
+            y, chosen, p = block.moe(block.moe_norm(x), None if routes is None else routes[layer])
             x = x + y
-            taken.append(of_layer)
+            taken.append(chosen)
             probs.append(p)
         return self.norm(x), torch.stack(taken), torch.stack(probs)
 
@@ -244,10 +244,10 @@ def token_logprobs(model, tokens, *, temperature=1.0, routes=None):
 
 
 def score(model, tokens, spans, *, temperature=1.0, routes=None):
-    """`token_logprobs` of the responses, the same, skipping what training does not need.
+    """`token_logprobs`, for the responses only: the same values, less work.
 
         tokens   p p p r r e . .     p prompt, r response, e its end token, . padding
-        read     1 1 1 1 1 0 0 0     goes through the network: all but padding, and but the last, which predicts nothing
+        read     1 1 1 1 1 0 0 0     goes through the network: no padding, nor the last token, which predicts nothing
         scored   0 0 1 1 1 0 0 0     gets logits: predicts a token of the response
 
     spans: for each row (start, end): its prompt is tokens[:start], its response tokens[start:end], padding follows.
@@ -271,7 +271,7 @@ def score(model, tokens, spans, *, temperature=1.0, routes=None):
 def split_by_length(lengths, tokens):
     """Split rows, given their lengths, into chunks of similar length and about equal work, of some `tokens` each.
 
-    Padding, which attention alone computes on, is then small. Returns lists of row numbers.
+    That keeps padding small; only attention computes on it. Returns lists of row numbers.
     """
     parts = max(1, round(sum(lengths) / tokens))
     chunks, done = [[] for _ in range(parts)], 0

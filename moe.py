@@ -4,12 +4,12 @@
 As in Qwen3-MoE: softmax over all experts, the K largest probabilities renormalised to sum to 1, SwiGLU experts, no
 shared expert. There is no capacity limit: a token's output never depends on which other tokens share its batch, so
 that the sampler and the trainer compute the same function. The router runs in float32 whatever the rest does, since
-a rounding there is a different expert.
+rounding could pick another expert.
 
 Letters: N tokens, C model width, F expert width, E experts, K experts per token.
 
 Routing replay (section 5.3 of arXiv 2507.18071): the experts to use are given, as the sampler recorded them. Only the
-choice is replayed. The gate weights are computed from the current router, which so keeps its gradient.
+choice is replayed. The gates come from the current router, so it still gets a gradient.
 
 To copy: this file needs nothing but torch. To see routing and replay on eight tokens: `python moe.py`.
 """
@@ -55,7 +55,7 @@ def all_experts(x, routes, gates, w_in, w_out):
     """Every expert on every token, weighted by its gate, which is 0 where the token did not choose it.
 
     x: (N, C); routes, gates: (N, K); w_in: (E, C, 2F); w_out: (E, F, C). Returns (N, C). E/K times the work needed, but
-    on any device, in any dtype, without a wait: the readable twin of `grouped_experts`, and what stands in for it.
+    on any device, in any dtype, without a wait: the readable twin of `grouped_experts`, and its fallback.
     """
     weights = x.new_zeros(len(x), len(w_in)).scatter_add(1, routes, gates)  # (N, E)
     gate, up = (x @ w_in).chunk(2, dim=-1)  # (E, N, F) each
@@ -80,7 +80,7 @@ def grouped_experts(x, routes, gates, w_in, w_out):
 
 
 def routing_change(probs, routes):
-    """(choices the router would make now and the sampler did not make, all choices), over layers and tokens: (2,).
+    """(count of the router's choices by now that the sampler did not make, count of all choices): (2,).
 
     probs: (L, N, E), the router's now; routes: (L, N, K), the sampler's. Under replay the changes are not acted on.
     """
@@ -98,8 +98,8 @@ def expert_load(routes, experts):
 def load_balance_loss(probs, routes):
     """Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961) for top-k: E * sum_e load_e * mean prob_e.
 
-    probs: (N, E); routes: (N, K); of N tokens without padding, which must not count. 1 when all is even, at most E/K.
-    It belongs into the warm start. In RL it is off: the reward does not ask for it.
+    probs: (N, E); routes: (N, K); of N tokens, padding excluded. 1 when all is even, at most E/K.
+    Used in the warm start. Off in RL: the reward does not ask for it.
     """
     return probs.size(1) * (expert_load(routes, probs.size(1)) * probs.mean(0)).sum()
 
@@ -109,7 +109,7 @@ def can_group(rows, *weights):
 
     `F.grouped_mm` (torch 2.10 on) takes rows of a multiple of 16 bytes: float32 or bfloat16 on a CPU; bfloat16 on an
     NVIDIA GPU of capability 8 or more. Below 9 it loops over the experts and waits for the device, which pays only for
-    many rows, as in training; not for the few of a decoding step. Read in torch's source: no GPU was at hand.
+    many rows, as in training; not for the few of a decoding step.
     """
     device, dtype = weights[0].device, weights[0].dtype
     fits = all(size * w.element_size() % 16 == 0 for w in weights for size in w.shape[1:])

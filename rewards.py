@@ -3,10 +3,10 @@ r"""Verifiable maths: the checking of answers, then problems with worked solutio
 
 A reward that can be tricked will be tricked: RL searches for the hole. Hence one principle: an answer is exactly one
 literal number, with a few things allowed around it: `[x =] [sign] [currency] number [% | unit]`. Whatever is not that
-is no answer. This denies a right answer now and then; but a policy can learn a rule, as it can learn the holes in a
-list of exceptions. Work is bounded before anything is parsed. Numbers are exact `Fraction`s, read by [0-9] patterns:
-nothing goes through `eval` or `float`, and no Unicode is folded (NFKC would turn 5² into 52). The `*_reward` functions
-are called as TRL calls them. To try: python rewards.py "so \boxed{12}" 12
+is no answer. Now and then a right answer is refused. But a policy can learn a strict rule, and it would find the holes
+in a list of exceptions. Work is bounded before anything is parsed. Numbers are exact `Fraction`s, read by [0-9]
+patterns: nothing goes through `eval` or `float`, and no Unicode is folded (NFKC would turn 5² into 52). The `*_reward`
+functions are called as TRL calls them. To try: python rewards.py "so \boxed{12}" 12
 """
 
 import ast
@@ -93,7 +93,7 @@ _NO_UNIT = re.compile(  # words that hedge, that change the value, that are a se
 
 
 def _read(text):
-    """(the number, 15 for 15%, whether it is a fraction, whether it is a percentage) that a text is, or None."""
+    """(number, is it a fraction, is it a percentage) of a text, or None if it is no number. 15% gives 15."""
     text, before = str(text).replace("\N{MINUS SIGN}", "-"), None
     while text != before and len(text) <= MAX_ANSWER:
         before = text
@@ -112,7 +112,7 @@ def _read(text):
 
 
 def parse_number(text):
-    r"""The one literal number that a text (or a number) is, as an exact `Fraction`; None if it is none.
+    r"""A text (or a number) as an exact `Fraction`; None if it is not exactly one literal number.
 
     A number is an integer (thousands grouped by `,` `{,}` `\,`), a decimal, a/b, \frac{a}{b}, a mixed number
     (-2\frac{1}{2} is -5/2), 1.5e3 or 1.5 \times 10^{3}; 28% is 7/25. A unit is a few words, bare or in \text{}, perhaps
@@ -210,7 +210,7 @@ def countdown_reward(completions, nums, target, **kwargs):
 
 @dataclass(frozen=True)
 class Problem:
-    """A question whose answer can be checked. The last three are "" where we were only told the question."""
+    """A question whose answer can be checked. Of a countdown that a user typed, the last three are ""."""
 
     task: str
     prompt: str  # what the model is shown

@@ -27,7 +27,7 @@ from model import KVCache
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 tokenizer = tiktoken.Encoding(
     "bytes-and-tags",
-    pat_str=r"(?s:.)",  # (?s: since a plain dot would silently drop newlines
+    pat_str=r"(?s:.)",  # (?s: lets the dot match newlines too
     mergeable_ranks={bytes([byte]): byte for byte in range(256)},
     special_tokens={token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)},
 )
@@ -82,8 +82,8 @@ class Rollout:
 def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperature=1.0, seed=0, first_row=0):
     """Sample `samples_per_prompt` responses to each prompt; temperature 0 is greedy. Returns a Rollout.
 
-    prompts: list of texts, or of lists of token ids. first_row: the number of the first row where this batch is a
-    part of a larger one, so that the parts draw the noise the whole would. In greedy decoding the log-probs are those
+    prompts: list of texts, or of lists of token ids. first_row: where this batch starts in a larger
+    one, so that its parts draw the same noise as the whole. In greedy decoding the log-probs are those
     of temperature 1. Raises ValueError for an empty prompt, sizes below 1, or what does not fit the model's context.
     """
     prompts = [encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
@@ -118,7 +118,7 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
         out.routes[:, row, position] = taken.to(torch.uint8)
         position = position + 1
 
-    # Collect: cut what no row has filled.
+    # Collect: cut what no row can have filled.
     width = slots if step == max_new_tokens - 1 else int(out.mask.nonzero()[:, 1].max()) + 1
     by_place = (x[:, :width] for x in (out.tokens, out.mask, out.logprobs, out.entropy))
     return Rollout(*by_place, routes=out.routes[:, :, :width], lengths=out.mask.sum(1))
@@ -177,7 +177,7 @@ def choose(logits, noise, temperature):
     probs = logprobs.exp()
     if temperature == 0:
         token = logprobs.argmax(-1)
-    else:  # inverse transform: the first token at which the cumulated probability reaches the noise; its own is > 0
+    else:  # inverse transform: the first token whose cumulated probability reaches the noise; its own is > 0
         cumulated = probs.cumsum(-1)
         token = (cumulated < noise[:, None] * cumulated[:, -1:]).sum(-1)
     return token, logprobs.gather(-1, token[:, None])[:, 0], -(probs * logprobs).sum(-1)

@@ -18,6 +18,8 @@ First the model imitates worked solutions. Then each learner, at each step (`rl_
 Every random draw is a function of (seed, purpose, step, row) and of nothing else. That is why the learners can share
 problems and noise, why a resumed run needs no random state, and why two processes do what one does.
 
+`rl_step` is that step; all before it is settings and the imitation.
+
 Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens, L layers, K experts per token.
 """
 
@@ -66,7 +68,7 @@ def flags():
     add = parser.add_argument_group("the run").add_argument
     add("--preset", default="tiny", choices=tuple(PRESETS), help="sizes to start from; flags beside it win")
     add("--learners", default=["gspo", "grpo"], nargs="+", choices=LEARNERS, help="who races, from one warm start")
-    add("--seed", default=0, type=number(int, "0 to 2**63 - 1", lambda x: 0 <= x < 2**63), help="decides all chance")
+    add("--seed", default=0, type=number(int, "0 to 2**63 - 1", lambda x: 0 <= x < 2**63), help="of all randomness")
     add("--out", default="", help="folder for the results; if none is given, out/PRESET-TASK-seedN")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto takes cuda, then mps, then cpu")
     add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
@@ -227,7 +229,7 @@ def check_finite(**quantities):
 
 
 def facts(settings):
-    """What a checkpoint says about its model: how it reads, and what it was trained on."""
+    """Saved with the weights: the special tokens, and what the model was trained on."""
     trained_on = {"task": settings.task, "most_numbers": settings.terms[-1], "largest": settings.largest}
     return {"special_tokens": list(SPECIAL_TOKENS), **trained_on}
 
@@ -401,7 +403,7 @@ def update(learner, rollout, old_logprobs, advantages, rows, size, settings, ste
         changed += changed_here
     grad_norm = learner.step(settings.lr * min(1.0, (step + 1) / 5), all_reduce(loss))
     new, old = all_reduce(new_logprobs)[rows], old_logprobs[rows]
-    _, metrics = learner.loss(new, old, advantages[rows], rollout.mask[rows])
+    _, metrics = learner.loss(new, old, advantages[rows], rollout.mask[rows])  # of the minibatch, not of its chunks
     changed, choices = all_reduce(changed)
     return metrics | {"grad_norm": grad_norm, "expert_change": changed / choices}
 
@@ -410,7 +412,8 @@ def measure(rollout, rewards, advantages, updates, settings):
     """What the responses of a step were like, and what its updates did (nan where there was none): a dict of floats."""
     mask, tokens = rollout.mask, rollout.tokens
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
-    load = torch.stack([expert_load(routes[mask], settings.experts) for routes in rollout.routes])  # (L, E)
+    routed = mask[:, :-1] & mask[:, 1:]  # a response's last token never goes through the network
+    load = torch.stack([expert_load(r[:, :-1][routed], settings.experts) for r in rollout.routes])  # (L, E)
     of_updates = {}
     for name in UPDATE_METRICS:
         values = torch.tensor([float(metrics[name]) for metrics in updates] or [float("nan")])
@@ -436,8 +439,8 @@ def rl_step(learner, problems, settings, step, device):
     texts = rollout.texts()
     rewards = verify(problems, texts, settings.group)
     advantages = group_advantages(rewards, settings.group)
-    # A group all right or all wrong has advantages of 0, and its responses no gradient: they are left out. The loss is
-    # still divided by the count of all.
+    # In a group all right or all wrong, advantages and gradients are 0: its responses are left out of the updates. The
+    # loss is still divided by the count of all.
     informative = {row for row, advantage in enumerate(advantages.tolist()) if advantage != 0}
     advantages, updates = advantages.to(device), []
     old_logprobs = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
@@ -448,7 +451,7 @@ def rl_step(learner, problems, settings, step, device):
                 size = len(minibatch)
                 updates.append(update(learner, rollout, old_logprobs, advantages, rows, size, settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
-    except FloatingPointError as error:  # keep what led to it beside, not over, the last good state
+    except FloatingPointError as error:  # save what led to it, beside the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"
         batch = {"tokens": rollout.tokens, "mask": rollout.mask, "old_logprobs": old_logprobs, "advantages": advantages}
         harness.save(path, {"step": step + 1, "quantity": str(error), "weights": learner.model.state_dict(), **batch})
@@ -562,17 +565,17 @@ def summary(learners, before, after):
 
 
 def describe(settings, device):
-    """What is run, and a word on settings under which the race shows less than it seems to."""
+    """Print the settings, with a note on those under which the race says less."""
     s, named = settings, ("preset", "task", "learners", "seed", "out")
     preset = vars(parse_settings(["--preset", s.preset])[0])
     changed = as_flags({k: v for k, v in vars(s).items() if k not in named and v != preset[k]})
     with torch.device("meta"):
-        every, active = Transformer(s.model_config).num_parameters()
+        total, active = Transformer(s.model_config).num_parameters()
     threads = f"{world_size()} x {torch.get_num_threads()} threads"
     log(
         f"{s.preset} preset, {s.task}, {' against '.join(s.learners)}, seed {s.seed}, into {s.folder}\n"
         f"  changed     {' '.join(changed) or 'nothing'}\n"
-        f"  model       {every:,} parameters, of which a token uses {active:,}\n"
+        f"  model       {total:,} parameters, of which a token uses {active:,}\n"
         f"  imitation   {s.warm_steps} steps of {s.warm_batch} worked solutions, {s.warm_think:.0%} of which think\n"
         f"  RL          {s.rl_steps} steps of {s.prompts} x {s.group} responses, learning rate {s.lr:g}\n"
         f"  running on  {device}, {s.dtype}, {threads}, torch {torch.__version__}"

@@ -429,6 +429,114 @@ def why_figure():
     return figure
 
 
+def staleness_figure():
+    rows, counts = load("staleness"), (1, 2, 4, 8, 16)
+    figure, panels = axes(2)
+    titles = {"same rate": "4e-4 for each update", "same sum": "1.6e-3 for each step, shared out"}
+    for ax, (how, title) in zip(panels[0], titles.items()):
+        for arm, colour in (("gspo", 0), ("grpo", 1)):
+            names = [f"{arm}, {n} updates, {'same rate' if n == 4 else how}" for n in counts]
+            line_with_seeds(ax, counts, [values(rows, arm=name) for name in names], arm, COLOURS[colour])
+        ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=title)
+        ax.set_xticks(counts, map(str, counts))
+        ax.minorticks_off()
+    panels[0][0].set(ylabel="held-out accuracy")
+    panels[0][0].legend(loc="lower left")
+    return figure
+
+
+def precision_figure():
+    rows = load("precision")
+    ways = [("float32", "sampler"), *((s, o) for s in ("bfloat16", "8 bits") for o in ("sampler", "recompute"))]
+    figure, panels = axes(2)
+    for ax, lr in zip(panels[0], distinct(rows, "lr", float)):
+        for i, (arm, colour) in enumerate((("gspo", 0), ("grpo", 1))):
+            by_seed = [values(rows, arm=f"{arm}, {sampler}, {old}", lr=lr) for sampler, old in ways]
+            places = [x + 0.2 * (i - 0.5) for x in range(len(ways))]
+            line_with_seeds(ax, places, by_seed, arm, COLOURS[colour], ls="", marker="_", ms=14)
+        ax.set(ylim=(0, 1), title=f"learning rate {lr:g}")
+        ax.set_xticks(range(len(ways)), [f"{s}\n{o}" for s, o in ways], fontsize=8)
+    panels[0][0].set(ylabel="held-out accuracy")
+    panels[0][0].legend(loc="lower left")
+    return figure
+
+
+def routing_figure():
+    rows = [r for r in load("routing") if r["updates"] == "4" and r["experts"] != "2"]
+    figure, panels = axes(2)
+    kinds = (
+        ("same", "0", "experts the same", 0),
+        ("changed", "0", "experts changed", 1),
+        ("changed", "1", "changed, replayed", 4),
+    )
+    for ax, lr in zip(panels[0], distinct(rows, "lr")):
+        for i, (tokens, replay, label, colour) in enumerate(kinds):
+            experts = distinct(rows, "experts")
+            heights = [mean_of(rows, "q99", lr=lr, experts=e, tokens=tokens, replay=replay) for e in experts]
+            ax.bar([x + 0.27 * (i - 1) for x in range(3)], heights, 0.25, color=COLOURS[colour], label=label)
+        ax.set(title=f"learning rate {float(lr):g}", xlabel="experts")
+        ax.set_xticks(range(3), experts)
+    panels[0][0].set(ylabel="99th percentile of |log w|")
+    panels[0][0].legend(loc="upper left")
+    return figure
+
+
+def ratio_figure():
+    rows = [r for r in load("ratio") if r["experts"] == "8" and r["updates"] == "4"]
+    figure, ((ax,),) = axes(1, 6)
+    for lr, colour in zip(distinct(rows, "lr"), (0, 1)):
+        bins = distinct(rows, "length")
+        x = [mean_of(rows, "mean_length", lr=lr, length=length) for length in bins]
+        y = [mean_of(rows, "coherence", lr=lr, length=length) for length in bins]
+        ax.plot(x, y, "o-", color=COLOURS[colour], label=f"measured, {float(lr):g}")
+    x = np.linspace(2, 60)
+    ax.plot(x, np.sqrt(x), ":", color="grey", label="all tokens move together")
+    ax.plot(x, np.ones_like(x), "--", color="grey", label="independent noise")
+    ax.set(xlabel="tokens in a response", ylabel="coherence", ylim=(0, 8), title="Is the mean over a response noise?")
+    ax.legend()
+    return figure
+
+
+def cosine_figure():
+    rows = [r for r in load("cosine") if r["experts"] == "8"]
+    names, (figure, ((ax,),)) = distinct(rows, "gradient"), axes(1, 6)
+    for i, (lr, colour) in enumerate(zip(distinct(rows, "lr"), (0, 1))):
+        by_seed = [
+            {int(s): mean_of(rows, "cosine", lr=lr, gradient=name, seed=s) for s in distinct(rows, "seed")}
+            for name in names
+        ]
+        places = [x + 0.2 * (i - 0.5) for x in range(len(names))]
+        line_with_seeds(ax, places, by_seed, f"{float(lr):g}", COLOURS[colour], ls="", marker="_", ms=14)
+    ax.set(ylabel="cosine with a large fresh gradient", title="Whose correction corrects?")
+    ax.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
+    ax.legend()
+    return figure
+
+
+def longer_figure():
+    rows = load("longer")
+    figure, ((ax,),) = axes(1, 6)
+    rates = distinct(rows, "lr", float)
+    for i, arm in enumerate(distinct(rows, "arm")):
+        by_seed = [values(rows, arm=arm, lr=lr) for lr in rates]
+        places = [x + 0.2 * (i - 1) for x in range(len(rates))]
+        line_with_seeds(ax, places, by_seed, arm, COLOURS[i], ls="", marker="_", ms=14)
+    ax.set(ylabel="held-out accuracy", ylim=(0, 1), title="Sums of two to ten numbers")
+    ax.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates])
+    ax.legend(loc="lower left")
+    return figure
+
+
+def countdown_figure():
+    rows = load("countdown")
+    figure, ((left, right),) = axes(2)
+    for ax, column in ((left, "reward"), (right, "length")):
+        curves(ax, rows, column, {"gspo": {"color": COLOURS[0]}, "grpo": {"color": COLOURS[1]}})
+        ax.set(title=f"{column}, mean of the seeds")
+    left.legend()
+    return figure
+
+
 def run_figure(folder):
     """Curves of one run: each learner's CSV."""
     figure, panels = axes(4, 13, 3.2)
@@ -455,7 +563,11 @@ TABLES = {
     "longer": longer_tables, "countdown": countdown_tables, "routing": routing_tables, "ratio": ratio_tables,
     "cosine": cosine_tables,
 }  # fmt: skip
-FIGURES = {"edge": edge_figure, "slow": slow_figure, "unit": unit_figure, "window": window_figure, "why": why_figure}
+FIGURES = {
+    "edge": edge_figure, "slow": slow_figure, "unit": unit_figure, "window": window_figure, "why": why_figure,
+    "staleness": staleness_figure, "precision": precision_figure, "longer": longer_figure,
+    "countdown": countdown_figure, "routing": routing_figure, "ratio": ratio_figure, "cosine": cosine_figure,
+}  # fmt: skip
 
 
 def main(argv):

@@ -231,6 +231,18 @@ def test_a_step_that_teaches_nothing_changes_nothing(monkeypatch):
     )  # a group of equal rewards, one of them unknown, teaches nothing
 
 
+def test_the_last_token_of_a_response_counts_for_no_expert():
+    """It never goes through the network, so what stands in its routes is arbitrary."""
+    s = settings()
+    rollout = rollout_of(make_learner(s), s)
+    last = torch.tensor([end - 1 for _, end in rollout.spans])
+    readings = []
+    for junk in (0, 3):
+        rollout.routes[:, torch.arange(32), last] = junk
+        readings.append(train.measure(rollout, [1.0] * 32, torch.zeros(32), [], s)["load_imbalance"])
+    assert readings[0] == readings[1] > 1
+
+
 def test_the_learning_rate_of_rl_warms_up():
     """Linearly, over 5 steps."""
     s, rates = settings(), []
