@@ -61,7 +61,7 @@ def number(kind, words, holds):
     return read
 
 
-at_least_one = number(int, "at least 1", lambda x: x >= 1)
+natural = number(int, "at least 1", lambda x: x >= 1)
 positive = number(float, "above 0 and finite", lambda x: 0 < x < float("inf"))
 fraction = number(float, "from 0 to 1", lambda x: 0 <= x <= 1)
 

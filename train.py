@@ -36,7 +36,7 @@ import torch
 import harness
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from harness import UserError, all_reduce, at_least_one, fraction, log, number, positive, rank, world_size
+from harness import UserError, all_reduce, fraction, log, natural, number, positive, rank, world_size
 from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
 from moe import expert_load, load_balance_loss, routing_change
 from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
@@ -72,57 +72,42 @@ def flags():
     add("--out", default="", help="folder for the results; if none is given, out/PRESET-TASK-seedN")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto takes cuda, then mps, then cpu")
     add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
-    add(
-        "--save-every",
-        default=10,
-        type=at_least_one,
-        help="RL steps between saved states (warm start: 20 times as many)",
-    )
+    add("--save-every", default=10, type=natural, help="RL steps between saved states (imitation: 20 times as many)")
     add = parser.add_argument_group("the task").add_argument
     add("--task", default="chain-sum", choices=tuple(TASKS), help="which problems to solve")
-    add("--max-terms", default=6, type=at_least_one, help="most numbers in a chain sum (a countdown has 3 or 4)")
+    add("--max-terms", default=6, type=natural, help="most numbers in a chain sum (a countdown has 3 or 4)")
     add("--largest", default=9, type=number(int, "2 to 99", lambda x: 2 <= x <= 99), help="largest number in a problem")
-    add("--eval-problems", default=200, type=at_least_one, help="held-out problems per number of terms")
+    add("--eval-problems", default=200, type=natural, help="held-out problems per number of terms")
     add = parser.add_argument_group("the model").add_argument
-    add("--width", default=96, type=at_least_one, help="model width C")
-    add("--layers", default=2, type=at_least_one, help="transformer blocks L")
-    add("--heads", default=4, type=at_least_one, help="query heads H")
-    add("--kv-heads", default=2, type=at_least_one, help="key/value heads J")
-    add("--experts", default=8, type=at_least_one, help="experts per block E")
-    add("--experts-per-token", default=2, type=at_least_one, help="experts that each token goes through, K")
-    add("--expert-width", default=96, type=at_least_one, help="hidden width of one expert")
+    add("--width", default=96, type=natural, help="model width C")
+    add("--layers", default=2, type=natural, help="transformer blocks L")
+    add("--heads", default=4, type=natural, help="query heads H")
+    add("--kv-heads", default=2, type=natural, help="key/value heads J")
+    add("--experts", default=8, type=natural, help="experts per block E")
+    add("--experts-per-token", default=2, type=natural, help="experts that each token goes through, K")
+    add("--expert-width", default=96, type=natural, help="hidden width of one expert")
     add = parser.add_argument_group("imitation").add_argument
-    add("--warm-steps", default=1200, type=at_least_one, help="steps of imitation before RL")
-    add("--warm-batch", default=64, type=at_least_one, help="worked solutions per step of imitation")
+    add("--warm-steps", default=1200, type=natural, help="steps of imitation before RL")
+    add("--warm-batch", default=64, type=natural, help="worked solutions per step of imitation")
     add("--warm-lr", default=3e-3, type=positive, help="peak learning rate of imitation")
     add("--warm-think", default=0.4, type=fraction, help="share of worked solutions that reason before they answer")
-    add("--warm-chunk", default=700, type=at_least_one, help="tokens that go through the model at once in imitation")
+    add("--warm-chunk", default=700, type=natural, help="tokens that go through the model at once in imitation")
     add("--aux-coef", default=0.01, type=fraction, help="weight of the load-balance loss in imitation (RL has none)")
     add = parser.add_argument_group("reinforcement learning").add_argument
-    add("--rl-steps", default=36, type=at_least_one, help="RL steps of each learner")
-    add("--prompts", default=32, type=at_least_one, help="problems per RL step, P")
+    add("--rl-steps", default=36, type=natural, help="RL steps of each learner")
+    add("--prompts", default=32, type=natural, help="problems per RL step, P")
     add("--group", default=16, type=number(int, "at least 2", lambda x: x >= 2), help="responses per problem, G")
-    add("--minibatches", default=4, type=at_least_one, help="optimizer steps per pass over a step's responses")
-    add("--epochs", default=1, type=at_least_one, help="passes over a step's responses")
+    add("--minibatches", default=4, type=natural, help="optimizer steps per pass over a step's responses")
+    add("--epochs", default=1, type=natural, help="passes over a step's responses")
     add("--lr", default=2e-4, type=positive, help="learning rate of RL, after a linear warm-up of 5 steps")
     add("--temperature", default=1.0, type=positive, help="of sampling, and of the log-probs that are trained")
-    add(
-        "--max-new-tokens",
-        default=64,
-        type=at_least_one,
-        help="longest response; longer ones are cut, and scored as they are",
-    )
+    add("--max-new-tokens", default=64, type=natural, help="longest response; a longer one is cut and scored as it is")
     window = {"nargs": 2, "type": positive, "metavar": ("LOW", "HIGH")}
     add("--gspo-clip", default=[3e-3, 4e-3], **window, help="GSPO's window [1 - LOW, 1 + HIGH]")
     add("--grpo-clip", default=[0.2, 0.27], **window, help="GRPO's window [1 - LOW, 1 + HIGH]")
     add("--old-logprobs", default="sampler", choices=("sampler", "recompute"), help="the sampler's, or one more pass")
     add("--sampler-dtype", default="float32", choices=DTYPES, help="bfloat16: an imprecise sampler, on purpose")
-    add(
-        "--micro-tokens",
-        default=2048,
-        type=at_least_one,
-        help="tokens that go through the model at once in RL training",
-    )
+    add("--micro-tokens", default=2048, type=natural, help="tokens that go through the model at once in RL training")
     return parser
 
 
