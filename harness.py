@@ -27,10 +27,10 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout  # torch itself requires it
 from tqdm import tqdm
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """What a person can mend. `run_program` shows it as one line; `code` is the exit status."""
 
     def __init__(self, message, code=2):
@@ -52,10 +52,9 @@ def number(kind, words, holds):
     """A type for argparse: an int or a float of which `holds` is true, in words."""
 
     def read(text):
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {words}")
-        return value
+        if holds(value := kind(text)):
+            return value
+        raise argparse.ArgumentTypeError(f"{text} is not {words}")
 
     read.__name__ = kind.__name__  # argparse names it where the text is no number at all
     return read
@@ -64,11 +63,6 @@ def number(kind, words, holds):
 natural = number(int, "at least 1", lambda x: x >= 1)
 positive = number(float, "above 0 and finite", lambda x: 0 < x < float("inf"))
 fraction = number(float, "from 0 to 1", lambda x: 0 <= x <= 1)
-
-
-def plain_text(text):
-    """What a person typed, without byte order marks, and with ? for bytes that are no text."""
-    return text.replace("\ufeff", "").encode("utf-8", "replace").decode("utf-8")
 
 
 def run_program(main, argv=None):
@@ -98,21 +92,12 @@ def run_program(main, argv=None):
         sys.exit(code)
 
 
-# Processes, device, threads
-
-
 def rank():
     return int(os.environ.get("RANK", "0"))  # set by torchrun
 
 
 def world_size():
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def barrier():
-    """Wait until all processes are here."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def all_reduce(x, op=dist.ReduceOp.SUM):
@@ -170,10 +155,9 @@ def start_processes(device):
 
 
 def side_by_side(function, items, device):
-    """[function(item) for item in items]; on a CPU in threads that share its cores.
+    """[function(item) for item in items]; on a CPU in threads that share its cores, unless processes do.
 
-    On matrices as small as ours, torch's own threads gain little from a second core: two learners at once, or two parts
-    of a batch, gain half as much again. Several processes have divided the cores already.
+    On matrices as small as ours, torch's own threads gain little from a second core; two items at once gain half again.
     """
     threads = torch.get_num_threads()
     workers = min(threads, len(items))
@@ -186,14 +170,8 @@ def side_by_side(function, items, device):
         torch.set_num_threads(threads)
 
 
-# Files
-
-
 def write(path, data):
-    """Write bytes aside, flush them to the disk, rename: whoever opens `path` finds the old content or the new.
-
-    Process 0 writes; the others wait for it.
-    """
+    """Write bytes aside, flush them to the disk, rename: whoever opens `path` finds the old content or the new."""
     if rank() == 0:
         aside = path.with_name(path.name + ".part")
         with open(aside, "wb") as file:
@@ -208,7 +186,8 @@ def write(path, data):
                 if attempt == 10:
                     raise
                 time.sleep(0.1)
-    barrier()
+    if dist.is_initialized():  # process 0 writes; the others wait for it
+        dist.barrier()
 
 
 def save(path, content):
@@ -220,18 +199,17 @@ def save(path, content):
 
 def write_csv(path, records):
     """A line for each record (dicts with the same keys). Floats keep 7 digits, as many as float32 has."""
-    lines = [list(records[0])]
-    lines += [[f"{v:.7g}" if isinstance(v, float) else str(v) for v in record.values()] for record in records]
-    write(path, "".join(",".join(line) + "\n" for line in lines).encode("utf-8"))
+    lines = [[f"{v:.7g}" if isinstance(v, float) else str(v) for v in record.values()] for record in records]
+    write(path, "".join(",".join(line) + "\n" for line in (records[0], *lines)).encode("utf-8"))
 
 
 def read_settings(folder):
-    """The dict in a run's settings.json. Raises ValueError where there is none."""
+    """The dict in a run's settings.json. Raises UserError where there is none."""
     try:
         values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         return values | {"out": str(folder)}  # it may have been moved
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'settings.json'} does not hold the settings of a run ({error})") from error
+        raise UserError(f"{folder / 'settings.json'} does not hold the settings of a run ({error})") from error
 
 
 def command(*words):
@@ -246,16 +224,11 @@ def run_folder(folder, settings, resuming):
     Yields its saved state, or None if there is none. Raises UserError where another run is at work in it, where
     the settings differ, and, unless `resuming`, where there is an unfinished run.
     """
-    lock, busy = FileLock(folder / ".lock"), torch.zeros(())
-    if rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)  # the system lifts it when this process ends, however it ends
-        except Timeout:
-            busy += 1
+    lock = FileLock(folder / ".lock")
     try:
-        if all_reduce(busy):
-            raise UserError(f"another run is writing to {folder}: let it end, or choose another --out")
+        if rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)  # the system lifts it when this process ends, however it ends
         settings = settings | {"out": str(folder)}
         earlier = read_settings(folder) if (folder / "settings.json").exists() else settings
         changes = [f"--{k} was {earlier.get(k)}, is {v}" for k, v in settings.items() if v != earlier.get(k)]
@@ -267,10 +240,10 @@ def run_folder(folder, settings, resuming):
         if state is not None and not resuming and not finished:
             go_on = f"go on with {command('train.py', '--resume', folder)}, choose another --out or delete it"
             raise UserError(f"{folder} holds an unfinished run: {go_on}")
-        barrier()  # all have looked before the first one writes
         write(folder / "settings.json", (json.dumps(settings, indent=1) + "\n").encode("utf-8"))
         yield None if finished and not resuming else state  # a finished run is run again, from its warm start
-        barrier()
+    except Timeout as error:
+        raise UserError(f"another run is writing to {folder}: let it end, or choose another --out") from error
     finally:
         lock.release()
 
@@ -279,6 +252,8 @@ def save_state(folder, phase, step, learners, **more):
     """All that a resumed run needs, in one file: no crash can leave weights of one step beside records of another."""
     states = {}
     for x in learners:
+        if not all(p.isfinite().all() for p in x.model.parameters()):
+            raise FloatingPointError("weights is not finite")
         weights, optimizer = x.model.state_dict(), x.optimizer.state_dict()
         states[x.name] = {"weights": weights, "optimizer": optimizer, "history": x.history}
     save(folder / "state.pt", {"format": STATE_FORMAT, "phase": phase, "step": step, "learners": states, **more})
@@ -290,27 +265,24 @@ def load_state(path):
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        known = isinstance(state, dict) and state.get("format") == STATE_FORMAT
+        if state["format"] == STATE_FORMAT:
+            return state
     except Exception as error:  # torch.load raises whatever it stumbles on, by the kind of damage
         raise UserError(f"{path} is damaged ({type(error).__name__})") from error
-    if not known:
-        raise UserError(f"{path} was not written by this version")
-    return state
+    raise UserError(f"{path} was not written by this version")
 
 
-def restore(learner, state):
-    """Take a learner back to a saved state. Returns the steps done; raises UserError where the state does not fit."""
+def restore(learners, state):
+    """Take learners back to a saved state. Returns the steps done; raises UserError where the state does not fit."""
     try:
-        saved = state["learners"][learner.name]
-        learner.model.load_state_dict(saved["weights"])
-        learner.optimizer.load_state_dict(saved["optimizer"])
-        learner.history = list(saved["history"])
+        for x in learners:
+            saved = state["learners"][x.name]
+            x.model.load_state_dict(saved["weights"])
+            x.optimizer.load_state_dict(saved["optimizer"])
+            x.history = list(saved["history"])
         return state["step"]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"the saved state of {learner.name} does not fit ({type(error).__name__})") from error
-
-
-# Steps that can be stopped
+        raise UserError(f"the saved state does not fit ({type(error).__name__})") from error
 
 
 @contextmanager
@@ -332,29 +304,24 @@ def stoppable(folder, device):
             signal.signal(number, handler)
 
 
-def resumable(name, first, last, every, save, stop, status=lambda: ""):
+def resumable(phase, first, last, every, stop, learners, status=lambda: "", **more):
     """The steps from `first` to `last`, with a bar. After each, its work done: save if it is time to, stop if asked.
 
-    save: called with the number of steps done, after every `every` steps and after the last. status: text for the bar.
+    The state is saved after every `every` steps and after the last. status: text for the bar.
     """
-    slow = (
-        0.3 if getattr(sys.stderr, "isatty", bool)() else 15
-    )  # seconds; a log file gets a line now and then, not a flicker
-    bar = tqdm(range(first, last), name, initial=first, total=last, mininterval=slow, disable=rank() != 0)
+    slow = 0.3 if getattr(sys.stderr, "isatty", bool)() else 15  # seconds: a log file gets a line now and then
+    bar = tqdm(range(first, last), phase, initial=first, total=last, mininterval=slow, disable=rank() != 0)
     for step in bar:
         yield step
         # once any process was asked to stop, all do, at the same step
         asked = int(all_reduce(torch.tensor(sum(stop.asked), device=stop.device), dist.ReduceOp.MAX))
         if asked or (step + 1) % every == 0 or step + 1 == last:
-            save(step + 1)
+            save_state(stop.folder, phase, step + 1, learners, **more)
         if asked:
             go_on = command("train.py", "--resume", stop.folder)
-            raise UserError(f"stopped after step {step + 1} of {name}; go on with: {go_on}", code=128 + asked)
+            raise UserError(f"stopped after step {step + 1} of {phase}; go on with: {go_on}", code=128 + asked)
         if step % 20 == 0:
             bar.set_postfix_str(status(), refresh=False)
-
-
-# Lines
 
 
 def log(text=""):
@@ -372,11 +339,10 @@ def log_step(step, records, columns):
         headings = " ".join(heading for heading, _, _ in columns.values())
         log("     " + "".join(f"| {name:<{len(headings)}}" for name in records))
         log(" step" + f"|{headings} " * len(records))
-    cells = [
-        " ".join(f"{record[key] * factor:{form}}" for key, (_, form, factor) in columns.items())
-        for record in records.values()
-    ]
-    log(f"{step + 1:5d}" + "".join(f"|{cell} " for cell in cells))
+    line = f"{step + 1:5d}"
+    for record in records.values():
+        line += "|" + "".join(f"{record[key] * factor:{form}} " for key, (_, form, factor) in columns.items())
+    log(line)
 
 
 def sparkline(values, width=50):

@@ -61,8 +61,7 @@ def rotary(positions, config):
     """The rotations of RoPE (Su et al., arXiv 2104.09864): positions (...) -> (..., D/2), unit complex numbers.
 
     A query and a key are turned by angles in proportion to their positions. Their product then depends on how far apart
-    they are, and on nothing else of where they stand. Pairs of numbers are read as complex ones, since one product then
-    turns them all.
+    they are, and on nothing else of where they stand. Pairs of numbers are read as complex ones: one product turns all.
     """
     exponents = torch.arange(0, config.head_size, 2, device=positions.device) / config.head_size
     angles = positions[..., None] * config.rope_theta**-exponents
@@ -98,23 +97,20 @@ class Attention(nn.Module):
     def forward(self, x, rotations, shape, read=None, cache=None):
         """Whole rows, each token seeing itself and those before it. x: (B, T, C), or (N, C) with `read`; shape: (B, T).
 
-        cache: (keys, values), (B, J, S, D) each, to be filled from slot 0.
+        cache: keys and values, (2, G*B, J, S, D), to be filled from slot 0, each row for the G samples of its group.
         """
         q, k, v = self.project(x, rotations)
         if read is not None:  # back to their places in the rows, with zeros for what was not read
             q, k, v = (y.new_zeros(shape[0] * shape[1], *y.shape[1:]).index_copy(0, read, y) for y in (q, k, v))
         q, k, v = (y.view(*shape, *y.shape[-2:]).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, J, T, D)
         if cache is not None:
-            cache[0][:, :, : shape[1]], cache[1][:, :, : shape[1]] = k, v
+            cache[..., : shape[1], :] = torch.stack((k, v)).repeat_interleave(cache.size(1) // len(k), dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)  # (B, T, H, D)
         y = y if read is None else y.flatten(0, 1).index_select(0, read)
         return self.out(y.flatten(-2))
 
     def decode(self, x, rotations, positions, visible, cache):
-        """One new token per row, x: (B, C), which goes to slot `positions` (B,) of the cache (keys, values).
-
-        visible: (B, S), the slots up to it.
-        """
+        """One new token per row, x: (B, C), for slot `positions` (B,) of the cache; visible: (B, S), those up to it."""
         q, k, v = self.project(x, rotations)
         rows, (keys, values) = torch.arange(len(x), device=x.device), cache
         keys[rows, :, positions], values[rows, :, positions] = k, v
@@ -138,27 +134,20 @@ class Block(nn.Module):
 
 
 class KVCache:
-    """Keys and values of all layers, (L, B, J, S, D), allocated once. A token's slot is its position in its row."""
+    """Keys and values of all layers, (L, 2, B, J, S, D), allocated once. A token's slot is its position in its row."""
 
     def __init__(self, model, rows, slots):
         config, weight = model.config, model.embed.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        shape = (config.layers, rows, config.kv_heads, slots, config.head_size)
-        self.k, self.v = torch.zeros(2, *shape, device=weight.device, dtype=dtype)  # a masked slot must not hold nan
+        shape = (config.layers, 2, rows, config.kv_heads, slots, config.head_size)
+        self.kv = torch.zeros(shape, device=weight.device, dtype=dtype)  # a masked slot must not hold nan
         self.used = 0  # slots that any row may have filled so far
-
-    def copy_prompts(self, prompts, copies):
-        """Take over the slots of a smaller cache, each of its rows `copies` times in a row."""
-        self.used = prompts.used
-        self.k[:, :, :, : self.used] = prompts.k[:, :, :, : self.used].repeat_interleave(copies, dim=1)
-        self.v[:, :, :, : self.used] = prompts.v[:, :, :, : self.used].repeat_interleave(copies, dim=1)
 
     def shrink(self, rows, source, target):
         """Keep the first `rows` rows, after moving those at `source` (indices) to `target`. Nothing is allocated."""
-        for cache in (self.k, self.v):
-            cache[:, target, :, : self.used] = cache[:, source, :, : self.used]
-        self.k, self.v = self.k[:, :rows], self.v[:, :rows]
+        self.kv[:, :, target, :, : self.used] = self.kv[:, :, source, :, : self.used]
+        self.kv = self.kv[:, :, :rows]
 
 
 class Transformer(nn.Module):
@@ -177,15 +166,13 @@ class Transformer(nn.Module):
     def forward(self, tokens, *, routes=None):
         """tokens: (B, T) int64, right-padded with anything -> (logits (B, T, V), routes taken (L, B, T, K) int64).
 
-        routes: (L, B, T, K), the experts to use (routing replay); None lets the router choose.
-        Raises ValueError when the sequence exceeds `config.context` or the routes have another shape.
+        routes: the experts to use (routing replay), or None. ValueError for too long a sequence or another shape.
         """
         x, routes, _ = self.features(tokens, routes=routes)
         return self.head(x), routes
 
     def features(self, tokens, *, routes=None, read=None, cache=None):
-        """Whole rows: the last hidden states (B, T, C), the routes taken (L, B, T, K), the router's probabilities
-        (L, B, T, E).
+        """Whole rows: hidden states (B, T, C), routes taken (L, B, T, K), the router's probabilities (L, B, T, E).
 
         read: (N,), the places of B*T to compute, the first ones of each row. Outputs then have N for B, T.
         cache: a `KVCache` to fill. routes, and what is raised: as in `forward`.
@@ -203,7 +190,7 @@ class Transformer(nn.Module):
             cache.used = t
         x, rotations, taken, probs = self.embed(tokens), rotary(positions, config), [], []
         for layer, block in enumerate(self.blocks):
-            layer_cache = None if cache is None else (cache.k[layer], cache.v[layer])
+            layer_cache = None if cache is None else cache.kv[layer]
             x = x + block.attention(block.attention_norm(x), rotations, (b, t), read, layer_cache)
             y, chosen, p = block.moe(block.moe_norm(x), None if routes is None else routes[layer])
             x = x + y
@@ -216,8 +203,8 @@ class Transformer(nn.Module):
         cache.used += 1
         visible = torch.arange(cache.used, device=tokens.device) <= positions[:, None]  # (B, S)
         x, rotations, taken = self.embed(tokens), rotary(positions, self.config), []
-        for block, keys, values in zip(self.blocks, cache.k, cache.v):
-            x = x + block.attention.decode(block.attention_norm(x), rotations, positions, visible, (keys, values))
+        for block, layer_cache in zip(self.blocks, cache.kv):
+            x = x + block.attention.decode(block.attention_norm(x), rotations, positions, visible, layer_cache)
             y, routes, _ = block.moe(block.moe_norm(x))
             x = x + y
             taken.append(routes)
@@ -236,8 +223,7 @@ def token_logprobs(model, tokens, *, temperature=1.0, routes=None):
 
     tokens: (B, T), right-padded. temperature divides the logits, as in sampling. routes: (L, B, T, K) to replay.
     """
-    if routes is not None:
-        routes = routes[:, :, :-1]
+    routes = None if routes is None else routes[:, :, :-1]
     logits = model(tokens[:, :-1], routes=routes)[0].float() / temperature  # (B, T-1, V)
     logprobs = -F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return F.pad(logprobs.unflatten(0, (len(tokens), -1)), (1, 0))

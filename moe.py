@@ -37,17 +37,13 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.router.float())  # (..., E)
         probs = logits.softmax(-1)
-        if routes is None:
-            routes = probs.topk(self.experts_per_token, dim=-1).indices
-        routes = routes.long()
+        routes = probs.topk(self.experts_per_token).indices if routes is None else routes.long()
         # The chosen probabilities, made to sum to 1: the softmax of the chosen logits, which is never 0/0 under replay.
         gates = logits.gather(-1, routes).softmax(-1)  # (..., K)
-
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
         run = grouped_experts if can_group(routes.numel(), w_in, w_out) else all_experts
-        k = routes.size(-1)
-        y = run(x.reshape(-1, x.size(-1)).to(dtype), routes.reshape(-1, k), gates.reshape(-1, k).to(dtype), w_in, w_out)
+        y = run(x.flatten(0, -2).to(dtype), routes.flatten(0, -2), gates.flatten(0, -2).to(dtype), w_in, w_out)
         return y.view(x.shape), routes, probs
 
 
@@ -108,16 +104,14 @@ def can_group(rows, *weights):
     """Whether `grouped_experts` can and should run on these weights, for so many rows (tokens times K).
 
     `F.grouped_mm` (torch 2.10 on) takes rows of a multiple of 16 bytes: float32 or bfloat16 on a CPU; bfloat16 on an
-    NVIDIA GPU of capability 8 or more. Below 9 it loops over the experts and waits for the device, which pays only for
-    many rows, as in training; not for the few of a decoding step.
+    NVIDIA GPU of capability 8 or more. Below 9 it loops over the experts and waits, which pays only for many rows.
     """
     device, dtype = weights[0].device, weights[0].dtype
     fits = all(size * w.element_size() % 16 == 0 for w in weights for size in w.shape[1:])
     if not fits or not hasattr(F, "grouped_mm"):
         return False
     if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)[0]
-        return capability >= 9 or (capability == 8 and rows >= 4096)
+        return torch.cuda.get_device_capability(device)[0] >= (8 if rows >= 4096 else 9)
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 

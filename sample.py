@@ -90,14 +90,12 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     check_request(model.config, prompts, samples_per_prompt, max_new_tokens, temperature)
     device, group, rows = model.embed.weight.device, samples_per_prompt, len(prompts) * samples_per_prompt
 
-    # Prefill: every prompt is read once; every sample of its group then gets a copy of its cache.
+    # Prefill: every prompt is read once; every sample of its group gets a copy of its keys and values.
     lengths, pad = [len(prompt) for prompt in prompts], min(PAD, model.config.vocab_size - 1)
     padded = torch.tensor([prompt + [pad] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
-    prompt_cache = KVCache(model, len(prompts), max(lengths))
-    x, prompt_routes, _ = model.features(padded, cache=prompt_cache)
     slots = max(lengths) + max_new_tokens
     cache = KVCache(model, rows, slots)
-    cache.copy_prompts(prompt_cache, group)
+    x, prompt_routes, _ = model.features(padded, cache=cache)
     out = empty_rollout(padded.repeat_interleave(group, 0), prompt_routes.repeat_interleave(group, 1), slots, pad)
 
     # Decode: one token per row and turn. `row` says which row of the output stands at each place of the batch.
@@ -137,9 +135,7 @@ def check_request(config, prompts, samples_per_prompt, max_new_tokens, temperatu
             raise ValueError(f"token {token} of a prompt is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.context:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the context of {config.context}"
-        )
+        raise ValueError(f"{longest} prompt and {max_new_tokens} new tokens exceed the context of {config.context}")
 
 
 def empty_rollout(prompts, routes, slots, pad):
@@ -186,13 +182,12 @@ def choose(logits, noise, temperature):
 def row_noise(seed, rows, count):
     """(len(rows), count) float32 in (0, 1]: a counter-based generator (Philox) for each row, keyed by (seed, row)."""
     keys = [np.array([seed % 2**64, row], dtype=np.uint64) for row in rows]
-    return np.stack(
-        [1 - np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32) for key in keys]
-    )
+    generators = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+    return np.stack([1 - generator.random(count, dtype=np.float32) for generator in generators])
 
 
 def main(argv):
-    from harness import Parser, UserError, pick_device, plain_text  # here, so that all above can be copied without them
+    from harness import Parser, UserError, pick_device  # here, so that all above can be copied without them
     from model import load_model
     from rewards import TASKS, extract_answer, read_problem, reward
 
@@ -219,7 +214,8 @@ def main(argv):
 
     asked = False
     for question in [args.question] if args.question is not None else sys.stdin:
-        question = plain_text(question).strip()
+        # without byte order marks, and with ? for bytes that are no text
+        question = question.replace("\ufeff", "").encode("utf-8", "replace").decode("utf-8").strip()
         if not question:
             continue
         asked = True

@@ -27,7 +27,6 @@ import argparse
 import copy
 import random
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from harness import UserError, all_reduce, fraction, log, natural, number, posit
 from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
 from moe import expert_load, load_balance_loss, routing_change
 from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
-from sample import EOS, PAD, SPECIAL_TOKENS, THINK, Rollout, encode_prompt, encode_response, generate, tokenizer
+from sample import EOS, PAD, SPECIAL_TOKENS, THINK, Rollout, encode_prompt, encode_response, generate
 
 LOSSES = {"gspo": gspo_loss, "grpo": grpo_loss}
 DTYPES = ("float32", "bfloat16")
@@ -74,8 +73,8 @@ def flags():
     add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
     add("--save-every", default=10, type=natural, help="RL steps between saved states (imitation: 20 times as many)")
     add = parser.add_argument_group("the task").add_argument
-    add("--task", default="chain-sum", choices=tuple(TASKS), help="which problems to solve")
-    add("--max-terms", default=6, type=natural, help="most numbers in a chain sum (a countdown has 3 or 4)")
+    add("--task", default="chain-sum", choices=tuple(TASKS), help="chain sums, or countdowns of 3 or 4 numbers")
+    add("--max-terms", default=6, type=number(int, "2 to 10", lambda x: 2 <= x <= 10), help="most numbers in a sum")
     add("--largest", default=9, type=number(int, "2 to 99", lambda x: 2 <= x <= 99), help="largest number in a problem")
     add("--eval-problems", default=200, type=natural, help="held-out problems per number of terms")
     add = parser.add_argument_group("the model").add_argument
@@ -116,8 +115,7 @@ class Settings(argparse.Namespace):
 
     @property
     def model_config(self):
-        names = ("width", "layers", "heads", "kv_heads", "experts", "experts_per_token", "expert_width")
-        return ModelConfig(vocab_size=tokenizer.n_vocab, **{name: getattr(self, name) for name in names})
+        return ModelConfig(**{k: v for k, v in vars(self).items() if k in ModelConfig.__annotations__})
 
     @property
     def terms(self):
@@ -133,48 +131,37 @@ class Settings(argparse.Namespace):
             raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
         if len(set(self.learners)) < len(self.learners):
             raise ValueError("--learners names one twice")
-        if self.task == "chain-sum" and self.max_terms not in TASKS[self.task]:
-            raise ValueError(f"--max-terms is {self.max_terms}: a chain sum has 2 to {TASKS[self.task][-1]} numbers")
         if 1 + 3 * max(self.terms.stop, 6) + self.max_new_tokens > self.model_config.context:
-            raise ValueError(
-                f"--max-new-tokens {self.max_new_tokens} does not fit the context of {ModelConfig.context}"
-            )
+            raise ValueError(f"--max-new-tokens {self.max_new_tokens} does not fit the context, {ModelConfig.context}")
 
 
 def parse_settings(argv):
     """(settings, resuming): of the command line, or of the run that --resume names. Raises UserError."""
-    folder = flags().parse_args(argv).resume
+    parser = flags()
+    folder = parser.parse_args(argv).resume
     typed = {word.split("=")[0] for word in argv if word.startswith("--")} - {"--resume"}
     if folder and typed:
         raise UserError(f"--resume takes the settings of the run it continues: leave out {min(typed)}")
     try:
         argv = as_flags(harness.read_settings(Path(folder))) if folder else argv
-        values, parser = flags().parse_args(argv), flags()
-        parser.set_defaults(**preset_defaults(values))
+        asked = parser.parse_args(argv)
+        defaults = PRESETS[asked.preset] | OF_TASK[asked.task]
+        on_gpu = torch.cuda.is_available() and asked.device in ("auto", "cuda")
+        if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
+            defaults.pop("dtype", None)  # bfloat16 only where the device has it natively
+        parser.set_defaults(**defaults)
         settings = parser.parse_args(argv, Settings())
         settings.check()
-    except (ValueError, UserError) as error:
+    except ValueError as error:
         raise UserError(f"cannot resume {folder}: {error}" if folder else str(error)) from error
     del settings.resume
     return settings, bool(folder)
 
 
-def preset_defaults(values):
-    """What a preset and a task change about the defaults. bfloat16 only where the device has it natively."""
-    defaults = PRESETS[values.preset] | OF_TASK[values.task]
-    on_gpu = torch.cuda.is_available() and values.device in ("auto", "cuda")
-    if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
-        defaults.pop("dtype", None)
-    return defaults
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-
 def as_flags(values):
     """{"lr": 2e-4, "gspo_clip": [3e-3, 4e-3]} -> ["--lr", "0.0002", "--gspo-clip", "0.003", "0.004"]"""
-    return [word for k, v in values.items() for word in (flag(k), *map(str, v if isinstance(v, list) else [v]))]
+    words = {"--" + k.replace("_", "-"): v if isinstance(v, list) else [v] for k, v in values.items()}
+    return [word for flag, given in words.items() for word in (flag, *map(str, given))]
 
 
 def rng(settings, *purpose):
@@ -221,7 +208,7 @@ def facts(settings):
 
 def precision(settings, device):
     """Context in which the model runs: plain float32, or bfloat16 products over float32 weights."""
-    return nullcontext() if settings.dtype == "float32" else torch.autocast(device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
 
 
 def random_problem(settings, draw):
@@ -282,18 +269,11 @@ def warm_start(settings, device, stop, state):
         return model
     torch.manual_seed(settings.seed)
     learner = Learner("warm", Transformer(settings.model_config).to(device), settings, settings.warm_lr)
-    first = harness.restore(learner, state) if state is not None else 0
+    first = harness.restore([learner], state) if state is not None else 0
     loss, seen, began, every = torch.zeros(()), 0, time.perf_counter(), 20 * settings.save_every
-
-    def save_warm(step):
-        check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
-        harness.save_state(settings.folder, "warm", step, [learner])
-
-    save_warm(first)
+    harness.save_state(settings.folder, "imitation", first, [learner])
+    steps = harness.resumable("imitation", first, settings.warm_steps, every, stop, [learner], lambda: f"{loss:.3f}")
     try:
-        steps = harness.resumable(
-            "warm start", first, settings.warm_steps, every, save_warm, stop, lambda: f"{loss:.3f}"
-        )
         for step in steps:
             loss, tokens = imitate(learner, settings, step, device)
             seen += tokens
@@ -305,10 +285,7 @@ def warm_start(settings, device, stop, state):
 
 
 def respond(learner, problems, settings, step, device):
-    """G responses to each problem, with the learner's own policy: a Rollout.
-
-    Each process samples for its share of the problems; then every process gets all rows.
-    """
+    """A Rollout: G responses to each problem by the learner's policy. Each process samples its share, and gets all."""
     model, share = learner.model, settings.prompts // world_size()
     if settings.sampler_dtype == "bfloat16":  # an engine that is not quite the trainer: copied and rounded
         model = copy.deepcopy(model).to(torch.bfloat16)
@@ -340,8 +317,7 @@ def random_minibatches(settings, step):
         rows = list(range(settings.prompts * settings.group))
         rng(settings, "minibatches", step, epoch).shuffle(rows)
         size = len(rows) // settings.minibatches
-        for i in range(settings.minibatches):
-            yield rows[i * size : (i + 1) * size]
+        yield from (rows[i : i + size] for i in range(0, len(rows), size))
 
 
 def chunks_of(rollout, rows, settings):
@@ -353,15 +329,10 @@ def chunks_of(rollout, rows, settings):
 
 def trainer_logprobs(learner, rollout, rows, width, settings):
     """The trainer's log-probs of some rows (b, t), and (changed, all) counts of expert choices."""
-    routes = rollout.routes[:, rows, :width]  # (L, b, t, K)
-    with precision(settings, rollout.tokens.device):
-        logprobs, probs, read = score(
-            learner.model,
-            rollout.tokens[rows, :width],
-            [rollout.spans[row] for row in rows],
-            temperature=settings.temperature,
-            routes=routes if learner.replay else None,
-        )
+    tokens, routes = rollout.tokens[rows, :width], rollout.routes[:, rows, :width]  # (b, t), (L, b, t, K)
+    options = {"temperature": settings.temperature, "routes": routes if learner.replay else None}
+    with precision(settings, tokens.device):
+        logprobs, probs, read = score(learner.model, tokens, [rollout.spans[row] for row in rows], **options)
     return logprobs, routing_change(probs.detach(), routes[:, :, :-1].flatten(1, 2).index_select(1, read))
 
 
@@ -433,8 +404,7 @@ def rl_step(learner, problems, settings, step, device):
         check_finite(logprobs=old_logprobs)
         for minibatch in random_minibatches(settings, step):
             if rows := [row for row in minibatch if row in informative]:
-                size = len(minibatch)
-                updates.append(update(learner, rollout, old_logprobs, advantages, rows, size, settings, step))
+                updates.append(update(learner, rollout, old_logprobs, advantages, rows, len(minibatch), settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
     except FloatingPointError as error:  # save what led to it, beside the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"
@@ -454,12 +424,11 @@ def example(problems, texts, rewards, advantages, group):
     for i, problem in enumerate(problems):
         of_group = rewards[i * group : (i + 1) * group]
         if 1 in of_group and 0 in of_group:
-            right, wrong = (i * group + of_group.index(value) for value in (1, 0))
-            return (
-                f"{problem.prompt} ({of_group.count(1)} of {group} right)\n"
-                f"        right, advantage {advantages[right]:+.2f}: {texts[right]}\n"
-                f"        wrong, advantage {advantages[wrong]:+.2f}: {texts[wrong]}"
-            )
+            shown = f"{problem.prompt} ({of_group.count(1)} of {group} right)"
+            for word, value in (("right", 1), ("wrong", 0)):
+                row = i * group + of_group.index(value)
+                shown += f"\n        {word}, advantage {advantages[row]:+.2f}: {texts[row]}"
+            return shown
     return "no problem got both right and wrong responses at this step"
 
 
@@ -476,11 +445,7 @@ LOG_COLUMNS = {  # of the CSV, as the log shows them: heading, format, factor
 
 def race(learners, settings, device, stop, first, before):
     """In lockstep: at each step every learner gets the same problems and the same sampling noise."""
-
-    def save_race(steps):
-        harness.save_state(settings.folder, "rl", steps, learners, before=before)
-
-    for step in harness.resumable("RL", first, settings.rl_steps, settings.save_every, save_race, stop):
+    for step in harness.resumable("RL", first, settings.rl_steps, settings.save_every, stop, learners, before=before):
         draw = rng(settings, "problems", step)
         problems = [random_problem(settings, draw) for _ in range(settings.prompts)]
         one_step = partial(rl_step, problems=problems, settings=settings, step=step, device=device)
@@ -491,9 +456,7 @@ def race(learners, settings, device, stop, first, before):
             if (step + 1) % 10 == 0:
                 log(f"      {learner.name}: {text}")
                 if all(record["zero_std_groups"] == 1 for record in learner.history[-10:]):
-                    log(
-                        "      for 10 steps no group held both right and wrong responses: nothing is left to learn from"
-                    )
+                    log("      for 10 steps no group held both right and wrong responses: nothing is left to learn")
 
 
 def held_out_problems(settings):
@@ -503,9 +466,8 @@ def held_out_problems(settings):
         draw, found = random.Random(f"evaluation/{terms}"), {}
         for _ in range(20 * settings.eval_problems):  # of sums of two digits, only some 25 are held out
             problem = make_problem(settings.task, terms, draw, largest=settings.largest, held_out=True)
-            if len(found) < settings.eval_problems:
-                found.setdefault(problem.prompt, problem)
-        problems += found.values()
+            found.setdefault(problem.prompt, problem)
+        problems += list(found.values())[: settings.eval_problems]
     return problems
 
 
@@ -544,15 +506,14 @@ def summary(learners, before, after):
     log("\nreward from the first step to the last")
     for learner in learners:
         rewards = [record["reward"] for record in learner.history]
-        late = rewards[-10:]
-        mean = f"mean of the last {len(late)}: {sum(late) / len(late):.3f}"
-        log(f"  {learner.name:<12}{harness.sparkline(rewards)}  {mean}")
+        n, mean = len(rewards[-10:]), sum(rewards[-10:]) / len(rewards[-10:])
+        log(f"  {learner.name:<12}{harness.sparkline(rewards)}  mean of the last {n}: {mean:.3f}")
 
 
 def describe(settings, device):
     """Print the settings, with a note on those under which the race says less."""
     s, named = settings, ("preset", "task", "learners", "seed", "out")
-    preset = vars(parse_settings(["--preset", s.preset])[0])
+    preset = vars(parse_settings(["--preset", s.preset, "--task", s.task])[0])
     changed = as_flags({k: v for k, v in vars(s).items() if k not in named and v != preset[k]})
     with torch.device("meta"):
         total, active = Transformer(s.model_config).num_parameters()
@@ -573,24 +534,21 @@ def describe(settings, device):
 
 def run(settings, device, state, stop):
     """Warm start, race, evaluation: from nothing, or from where a saved state ends."""
-    began, folder, racing = time.perf_counter(), settings.folder, state is not None and state["phase"] == "rl"
+    began, folder, racing = time.perf_counter(), settings.folder, state is not None and state["phase"] == "RL"
     describe(settings, device)
     start = warm_start(settings, device, stop, None if racing else state)
     learners = [Learner(name, copy.deepcopy(start), settings, settings.lr) for name in settings.learners]
     if racing:
-        before = state["before"]
-        for learner in learners:
-            first = harness.restore(learner, state)
+        first, before = harness.restore(learners, state), state["before"]
     else:
         first, before = 0, evaluate(start, settings, device)
-        harness.save_state(folder, "rl", 0, learners, before=before)
+        harness.save_state(folder, "RL", 0, learners, before=before)
     log(f"before RL: accuracy {accuracy(before, 'sampled'):.3f} sampled, {accuracy(before, 'greedy'):.3f} greedy")
 
     race(learners, settings, device, stop, first, before)
 
     evaluations = harness.side_by_side(lambda learner: evaluate(learner.model, settings, device), learners, device)
-    after = {learner.name: results for learner, results in zip(learners, evaluations)}
-    table = []
+    after, table = dict(zip(settings.learners, evaluations)), []
     for learner in learners:
         for stage, results in (("before", before), ("after", after[learner.name])):
             table += [{"learner": learner.name, "stage": stage} | result for result in results]
@@ -598,10 +556,9 @@ def run(settings, device, state, stop):
     harness.write_csv(folder / "eval.csv", table)
     harness.save_state(folder, "done", settings.rl_steps, learners, before=before)
     summary(learners, before, after)
-    files = " ".join(f"{learner.name}.csv {learner.name}.pt" for learner in learners)
-    log(f"\n{time.perf_counter() - began:.0f} s. In {folder}: {files} eval.csv")
-    checkpoint_file = folder / f"{learners[0].name}.pt"
-    log(f"next: {harness.command('sample.py', '--checkpoint', checkpoint_file, EXAMPLES[settings.task])}")
+    log(f"\n{time.perf_counter() - began:.0f} s. In {folder}: eval.csv, and of each learner a .csv and a .pt")
+    question = ("--checkpoint", folder / f"{learners[0].name}.pt", EXAMPLES[settings.task])
+    log(f"next: {harness.command('sample.py', *question)}")
 
 
 def main(argv):

@@ -43,7 +43,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_can_be_resumed(tmp
     steps = len((tmp_path / "gspo.csv").read_text(encoding="utf-8").splitlines())
     settings = harness.read_settings(tmp_path)
     with harness.run_folder(tmp_path, settings, resuming=True) as state:
-        assert state["phase"] == "rl" and 0 <= steps - 1 - state["step"] <= 1
+        assert state["phase"] == "RL" and 0 <= steps - 1 - state["step"] <= 1
 
 
 def test_the_lock_is_given_back_when_a_run_ends(tmp_path):

@@ -577,15 +577,16 @@ def test_damaged_folders_say_so(finished, tmp_path, monkeypatch, capsys):
         for path in finished.iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
         (folder / name).write_bytes(content)
-        assert run(monkeypatch, "--resume", folder) == 2
-        err = capsys.readouterr().err.strip()
-        assert name in err and len(err.splitlines()) == 1
+        for argv in (["--resume", folder], [*TINY, "--out", folder]):
+            assert run(monkeypatch, *argv) == 2
+            err = capsys.readouterr().err.strip()
+            assert name in err and len(err.splitlines()) == 1
 
 
 def test_help_explains_every_flag(monkeypatch, capsys):
     assert run(monkeypatch, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    flags = [train.flag(name) for name in vars(settings())]
+    flags = ["--" + name.replace("_", "-") for name in vars(settings())]
     assert len(flags) > 35 and all(flag in text for flag in flags)
     for section in ("the run", "the task", "the model", "imitation", "reinforcement learning"):
         assert f"{section}:" in text
@@ -596,6 +597,15 @@ def test_what_was_typed_wins_over_a_preset_even_if_it_is_the_default(finished, m
     for typed in ("--lr 2e-4", "--lr=2e-4"):
         assert run(monkeypatch, "--resume", finished, *typed.split()) == 2
         assert "leave out --lr" in capsys.readouterr().err
+
+
+def test_the_run_says_what_was_changed(capsys):
+    for argv, changed in (
+        (["--task", "countdown"], "nothing"),
+        (["--lr", "1e-3", "--layers", "3"], "--layers 3 --lr 0.001"),
+    ):
+        train.describe(train.parse_settings(argv)[0], torch.device("cpu"))
+        assert f"changed     {changed}\n" in capsys.readouterr().out
 
 
 def test_presets_fit():
