@@ -18,8 +18,6 @@ First the model imitates worked solutions. Then each learner, at each step (`rl_
 Every random draw is a function of (seed, purpose, step, row) and of nothing else. That is why the learners can share
 problems and noise, why a resumed run needs no random state, and why two processes do what one does.
 
-`rl_step` is that step; all before it is settings and the imitation.
-
 Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens, L layers, K experts per token.
 """
 
