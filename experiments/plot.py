@@ -89,6 +89,15 @@ def edge_tables():
         for lr in rates
     ]
     yield table(["learning rate", *(f"{a} − {b}" for a, b in pairs)], lines)
+    lines = []
+    for lr in rates:
+        means = [
+            np.mean(list(values(rows, name, arm=arm, lr=lr).values()))
+            for name in ("mean_clip_frac", "late_think_frac")
+            for arm in arms[:3]
+        ]
+        lines.append([f"{lr:g}", *(f"{100 * x:.1f}%" for x in means)])
+    yield table(["learning rate", *(f"clipped, {a}" for a in arms[:3]), *(f"thinks, {a}" for a in arms[:3])], lines)
 
 
 def efficiency_tables():
