@@ -139,6 +139,10 @@ def unit_tables():
     for weight in units:
         lines.append([f"{weight} ratio, sequence clip − no clip", difference(of(weight, "sequence"), of(weight, "no"))])
         lines.append([f"{weight} ratio, token clip − no clip", difference(of(weight, "token"), of(weight, "no"))])
+    edge = load("edge")
+    for arm, unit in (("gspo", "sequence"), ("grpo, narrow", "token")):
+        again = difference(of(unit, unit), values(edge, arm=arm, lr=8e-4))
+        lines.append([f"control: {unit} ratio, {unit} clip − {arm}, the same gradient rounded otherwise", again])
     yield table(["difference", "accuracy"], lines)
 
 

@@ -214,22 +214,13 @@ def run_one(setting, folder, cached, flags=()):
         return evaluate(*args)
 
     train.evaluate = evaluate_once
-    words = [
-        f"--{objective}-clip",
-        str(setting["low"]),
-        str(setting["high"]),
-        *setting.get("flags", "").split(),
-        *flags,
-    ]
-    options = {
-        "seed": setting["seed"],
-        "learners": setting["learner"],
-        "lr": setting["lr"],
-        "rl-steps": setting["steps"],
-    }
-    options |= {"out": folder, "device": "cpu", "save-every": 1000}
+    options = {"out": folder, "device": "cpu", "save-every": 1000, "rl-steps": setting["steps"]}
+    options |= {"seed": setting["seed"], "learners": setting["learner"], "lr": setting["lr"]}
+    words = [word for k, v in options.items() for word in (f"--{k}", str(v))]
+    words += [f"--{objective}-clip", str(setting["low"]), str(setting["high"])]
+    words += [*setting.get("world", "").split(), *setting.get("flags", "").split(), *flags]
     try:
-        train.main([word for k, v in options.items() for word in (f"--{k}", str(v))] + words)
+        train.main(words)
     except train.UserError as error:
         sys.exit(NOT_FINITE if error.code == 1 else str(error))
 
