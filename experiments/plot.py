@@ -426,7 +426,7 @@ def window_figure():
 
 def why_figure():
     rows = load("why")
-    figure, panels = axes(3, 11)
+    figure, panels = axes(3, 11, 4)
     styles = {
         "gspo, both halves": {"color": COLOURS[0]},
         "gspo, clips wrong answers": {"color": COLOURS[0], "ls": "--"},
@@ -438,7 +438,7 @@ def why_figure():
     for ax, (column, title) in zip(panels[0], titles.items()):
         curves(ax, rows, column, styles)
         ax.set(title=title)
-    panels[0][0].legend(loc="lower left", fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 

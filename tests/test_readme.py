@@ -72,7 +72,10 @@ def test_what_we_found_is_what_the_rows_say():
     import plot
 
     found = README[README.index("## What we found") : README.index("## The files")]
-    printed = "\n".join(table for tables in plot.TABLES.values() for table in tables())
+    measured = [
+        name for name in plot.TABLES if (plot.HERE / "results" / f"{name}.csv").exists() or name == "efficiency"
+    ]
+    printed = "\n".join(table for name in measured for table in plot.TABLES[name]())
     numbers = re.findall(r"[+−-]?\d\.\d{3}(?: \[[^\]]+\])?", found)
     assert len(numbers) >= 5
     for number in numbers:
