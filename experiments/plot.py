@@ -253,7 +253,7 @@ def routing_tables():
                         cells.append("–" if q[0] != q[0] else f"{q[0]:.3f}, {q[1]:.2f}")
                 lines.append([f"{float(lr):g}", experts, *cells])
         head = [f"after {updates} update{'s' * (updates != '1')}, rate", "experts", "choices changed", "tokens changed"]
-        head += ["same: q90, q99 of |log w|", "replayed", "changed: q90, q99", "replayed"]
+        head += ["same: q90, q99 of log w's size", "replayed", "changed: q90, q99", "replayed"]
         yield table(head, lines)
 
 
