@@ -143,6 +143,12 @@ def unit_tables():
     for arm, unit in (("gspo", "sequence"), ("grpo, narrow", "token")):
         again = difference(of(unit, unit), values(edge, arm=arm, lr=8e-4))
         lines.append([f"control: {unit} ratio, {unit} clip − {arm}, the same gradient rounded otherwise", again])
+    lines.append(
+        [
+            "control: sequence ratio, sequence clip − grpo",
+            difference(of("sequence", "sequence"), values(edge, arm="grpo", lr=8e-4)),
+        ]
+    )
     yield table(["difference", "accuracy"], lines)
 
 
