@@ -248,12 +248,18 @@ def run_folder(folder, settings, resuming):
         lock.release()
 
 
+def check_finite(**quantities):
+    """Raise FloatingPointError, naming the first of these tensors that holds a nan or inf."""
+    for name, value in quantities.items():
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"{name} is not finite")
+
+
 def save_state(folder, phase, step, learners, **more):
     """All that a resumed run needs, in one file: no crash can leave weights of one step beside records of another."""
     states = {}
     for x in learners:
-        if not all(p.isfinite().all() for p in x.model.parameters()):
-            raise FloatingPointError("weights is not finite")
+        check_finite(weights=torch.cat([p.flatten() for p in x.model.parameters()]))
         weights, optimizer = x.model.state_dict(), x.optimizer.state_dict()
         states[x.name] = {"weights": weights, "optimizer": optimizer, "history": x.history}
     save(folder / "state.pt", {"format": STATE_FORMAT, "phase": phase, "step": step, "learners": states, **more})

@@ -33,7 +33,7 @@ import torch
 import harness
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from harness import UserError, all_reduce, fraction, log, natural, number, positive, rank, world_size
+from harness import UserError, all_reduce, check_finite, fraction, log, natural, number, positive, rank, world_size
 from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
 from moe import expert_load, load_balance_loss, routing_change
 from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
@@ -191,13 +191,6 @@ class Learner:
         return grad_norm
 
 
-def check_finite(**quantities):
-    """Raise FloatingPointError, naming the first of these tensors that holds a nan or inf."""
-    for name, value in quantities.items():
-        if not torch.isfinite(value).all():
-            raise FloatingPointError(f"{name} is not finite")
-
-
 def facts(settings):
     """Saved with the weights: the special tokens, and what the model was trained on."""
     trained_on = {"task": settings.task, "most_numbers": settings.terms[-1], "largest": settings.largest}
@@ -211,6 +204,12 @@ def precision(settings, device):
 
 def random_problem(settings, draw):
     return make_problem(settings.task, draw.choice(settings.terms), draw, largest=settings.largest)
+
+
+def problems_of(settings, step):
+    """The P problems of an RL step: the same for all learners."""
+    draw = rng(settings, "problems", step)
+    return [random_problem(settings, draw) for _ in range(settings.prompts)]
 
 
 def worked_solutions(settings, step):
@@ -444,9 +443,7 @@ LOG_COLUMNS = {  # of the CSV, as the log shows them: heading, format, factor
 def race(learners, settings, device, stop, first, before):
     """In lockstep: at each step every learner gets the same problems and the same sampling noise."""
     for step in harness.resumable("RL", first, settings.rl_steps, settings.save_every, stop, learners, before=before):
-        draw = rng(settings, "problems", step)
-        problems = [random_problem(settings, draw) for _ in range(settings.prompts)]
-        one_step = partial(rl_step, problems=problems, settings=settings, step=step, device=device)
+        one_step = partial(rl_step, problems=problems_of(settings, step), settings=settings, step=step, device=device)
         examples = harness.side_by_side(one_step, learners, device)
         harness.log_step(step, {learner.name: learner.history[-1] for learner in learners}, LOG_COLUMNS)
         for learner, text in zip(learners, examples):

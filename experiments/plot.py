@@ -19,10 +19,14 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
 NEVER = 1e9  # as in run.py
+QUICK = False  # whether the rows of quick sweeps are asked for
 
 
 def load(name):
-    return list(csv.DictReader((HERE / "results" / f"{name}.csv").read_text(encoding="utf-8").splitlines()))
+    """The rows of a file; those of a quick sweep, where they are asked for and there."""
+    quick = HERE / "results" / f"quick-{name}.csv"
+    path = quick if QUICK and quick.exists() else HERE / "results" / f"{name}.csv"
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
 def values(rows, column="after", **chosen):
@@ -38,10 +42,13 @@ def distinct(rows, column, kind=str):
     return list(dict.fromkeys(kind(r[column]) for r in rows))
 
 
+def mean(by_seed):
+    return np.mean(list(by_seed.values()))
+
+
 def spread(by_seed):
     """Mean, smallest, largest."""
-    numbers = list(by_seed.values())
-    return f"{np.mean(numbers):.3f} ({min(numbers):.2f}–{max(numbers):.2f})"
+    return f"{mean(by_seed):.3f} ({min(by_seed.values()):.2f}–{max(by_seed.values()):.2f})"
 
 
 def paired(a, b):
@@ -92,7 +99,7 @@ def edge_tables():
     lines = []
     for lr in rates:
         means = [
-            np.mean(list(values(rows, name, arm=arm, lr=lr).values()))
+            mean(values(rows, name, arm=arm, lr=lr))
             for name in ("mean_clip_frac", "late_think_frac")
             for arm in arms[:3]
         ]
@@ -105,7 +112,7 @@ def efficiency_tables():
     chosen, rows = load("choose"), load("edge")
     best, lines = {}, []
     for arm in ("gspo", "grpo"):
-        means = {lr: np.mean(list(values(chosen, arm=f"{arm}, rate", lr=lr).values())) for lr in (1e-4, 2e-4, 4e-4)}
+        means = {lr: mean(values(chosen, arm=f"{arm}, rate", lr=lr)) for lr in (1e-4, 2e-4, 4e-4)}
         best[arm] = max(means, key=means.get)
         cells = [spread(values(rows, name, arm=arm, lr=best[arm])) for name in ("mean_reward", "after", "mean_seconds")]
         lines.append([arm, f"{best[arm]:g}", *cells])
@@ -160,7 +167,7 @@ def window_tables():
             for low in distinct([r for r in rows if r["arm"] == arm], "low", float):
                 chosen = {"arm": arm, "lr": lr, "low": low}
                 high = float(next(r for r in rows if r["arm"] == arm and float(r["low"]) == low)["high"])
-                clipped = 100 * np.mean(list(values(rows, "mean_clip_frac", **chosen).values()))
+                clipped = 100 * mean(values(rows, "mean_clip_frac", **chosen))
                 lines.append([arm, f"−{half(low)} +{half(high)}", f"{clipped:.2f}%", spread(values(rows, **chosen))])
         yield table([f"at {lr:g}", "window", "tokens clipped", "accuracy after"], lines)
 
@@ -171,7 +178,7 @@ def why_tables():
         both = values(rows, arm=arm.split(", ")[0] + ", both halves")
         against = "" if arm.endswith("both halves") else difference(values(rows, arm=arm), both)
         columns = ("mean_wrong_drift", "mean_right_drift", "mean_wrong_lost", "mean_clip_frac")
-        cells = [f"{np.mean(list(values(rows, name, arm=arm).values())):.4f}" for name in columns]
+        cells = [f"{mean(values(rows, name, arm=arm)):.4f}" for name in columns]
         lines.append([arm, spread(values(rows, arm=arm)), against, *cells])
     head = ["", "accuracy after", "against both halves", "drift, wrong", "drift, right", "lost, wrong", "clipped"]
     yield table(head, lines)
@@ -185,7 +192,7 @@ def staleness_tables():
             names = [f"{arm}, {n} updates, {'same rate' if n == 4 else how}" for arm in ("gspo", "grpo")]
             rate = next(float(r["lr"]) for r in rows if r["arm"] == names[0])
             a, b = (values(rows, arm=name) for name in names)
-            spreads = [f"{np.mean(list(values(rows, 'mean_log_ratio_std', arm=name).values())):.3f}" for name in names]
+            spreads = [f"{mean(values(rows, 'mean_log_ratio_std', arm=name)):.3f}" for name in names]
             lines.append([str(n), f"{rate:g}", spread(a), spread(b), difference(a, b), *spreads])
         head = [f"updates per step, {how}", "learning rate", "gspo", "grpo", "gspo − grpo", "sd log w, gspo", "grpo"]
         yield table(head, lines)
@@ -202,7 +209,7 @@ def precision_tables():
                     here = values(rows, arm=f"{arm}, {sampler}, {old}", lr=lr)
                     exact = values(rows, arm=f"{arm}, float32, sampler", lr=lr)
                     clipped = values(rows, "mean_clip_frac", arm=f"{arm}, {sampler}, {old}", lr=lr)
-                    cells += [spread(here), difference(here, exact), f"{100 * np.mean(list(clipped.values())):.2f}%"]
+                    cells += [spread(here), difference(here, exact), f"{100 * mean(clipped):.2f}%"]
                 lines.append([sampler, old, *cells])
         head = [
             f"sampler, at {lr:g}",
@@ -223,7 +230,7 @@ def longer_tables():
     lines = []
     for lr in rates:
         by_arm = [values(rows, arm=arm, lr=lr) for arm in arms]
-        length = np.mean(list(values(rows, "late_length", arm="gspo", lr=lr).values()))
+        length = mean(values(rows, "late_length", arm="gspo", lr=lr))
         lines.append([f"{lr:g}", f"{length:.0f}", *map(spread, by_arm), difference(*by_arm[:2])])
     yield table(["learning rate", "tokens at the end", *arms, "gspo − grpo"], lines)
 
@@ -232,7 +239,7 @@ def countdown_tables():
     rows, lines = load("countdown"), []
     for arm in distinct(rows, "arm"):
         before, after = values(rows, "before", arm=arm), values(rows, arm=arm)
-        end = [np.mean(list(values(rows, f"late_{name}", arm=arm).values())) for name in ("think_frac", "length")]
+        end = [mean(values(rows, f"late_{name}", arm=arm)) for name in ("think_frac", "length")]
         lines.append([arm, spread(before), spread(after), difference(after, before), f"{end[0]:.3f}", f"{end[1]:.0f}"])
     yield table(["", "before", "after", "gain", "thinks, at the end", "tokens"], lines)
 
@@ -283,9 +290,8 @@ def cosine_tables():
             for name in distinct(rows, "gradient")
         }
         for name, cosines in by_seed.items():
-            against = (
-                difference(cosines, by_seed["stale, no ratio"]) if name.endswith(("token ratio", "ce ratio")) else ""
-            )
+            ours = name in ("stale, token ratio", "stale, sequence ratio")
+            against = difference(cosines, by_seed["stale, no ratio"]) if ours else ""
             lines.append([f"{float(lr):g}", name, spread(cosines), against])
     yield table(["learning rate", "gradient", "cosine with the fresh one", "against no ratio"], lines)
 
@@ -347,7 +353,7 @@ def write(figure, path):
 
 def line_with_seeds(ax, x, by_seed, label, colour, **style):
     """A line through the means, a faint dot for each seed."""
-    ax.plot(x, [np.mean(list(b.values())) for b in by_seed], color=colour, label=label, **style)
+    ax.plot(x, [mean(b) for b in by_seed], color=colour, label=label, **style)
     for place, b in zip(x, by_seed):
         ax.plot([place] * len(b), list(b.values()), ".", color=colour, alpha=0.35, markersize=5)
 
@@ -359,7 +365,7 @@ def edge_figure():
     styles = {"gspo": "-", "grpo": "-", "grpo, narrow": "--", "gspo+replay": ":", "grpo+replay": ":"}
     for (arm, style), colour in zip(styles.items(), (0, 1, 1, 0, 1)):
         line_with_seeds(left, rates, [values(rows, arm=arm, lr=lr) for lr in rates], arm, COLOURS[colour], ls=style)
-    before = np.mean(list(values(rows, "before", arm="gspo", lr=rates[0]).values()))
+    before = mean(values(rows, "before", arm="gspo", lr=rates[0]))
     left.axhline(before, color="grey", lw=1)
     left.annotate("before RL", (rates[0], before), xytext=(0, 4), textcoords="offset points", color="grey")
     left.set(xscale="log", xlabel="learning rate", ylabel="held-out accuracy", ylim=(0, 1), title="Where each breaks")
@@ -379,7 +385,7 @@ def edge_figure():
     return figure
 
 
-def curves(ax, rows, column, arms, **chosen):
+def curves(ax, rows, column, arms):
     """Mean over the seeds of a column `..._by_step`, for each arm."""
     for arm, style in arms.items():
         lines = [r[f"{column}_by_step"].split() for r in rows if r["arm"] == arm]
@@ -421,7 +427,7 @@ def window_figure():
         for arm, colour in (("gspo", 0), ("grpo", 1)):
             lows = distinct([r for r in rows if r["arm"] == arm], "low", float)
             by_seed = [values(rows, arm=arm, lr=lr, low=low) for low in lows]
-            clipped = [np.mean(list(values(rows, "mean_clip_frac", arm=arm, lr=lr, low=low).values())) for low in lows]
+            clipped = [mean(values(rows, "mean_clip_frac", arm=arm, lr=lr, low=low)) for low in lows]
             x = [max(100 * share, 1e-3) for share in clipped]
             line_with_seeds(ax, x, by_seed, arm, COLOURS[colour], marker="o", ms=4)
         ax.set(xscale="log", xlabel="tokens clipped, % (0.001: none)", ylim=(0, 1), title=f"learning rate {lr:g}")
@@ -590,15 +596,18 @@ FIGURES = {
 
 
 def main(argv):
-    for name in argv or TABLES:
+    global QUICK
+    for asked in argv or TABLES:
+        name = asked.removeprefix("quick-")
+        QUICK = name != asked
         if name in TABLES:
             print("\n\n".join(TABLES[name]()) + "\n")
             if name in FIGURES:
-                write(FIGURES[name](), HERE / "figures" / f"{name}.svg")
-        elif list(Path(name).glob("*.csv")):
-            write(run_figure(Path(name)), Path(name) / "curves.svg")
+                write(FIGURES[name](), HERE / "figures" / f"{asked}.svg")
+        elif list(Path(asked).glob("*.csv")):
+            write(run_figure(Path(asked)), Path(asked) / "curves.svg")
         else:
-            sys.exit(f"plot.py: {name} is neither a sweep ({', '.join(TABLES)}) nor the folder of a run")
+            sys.exit(f"plot.py: {asked} is neither a sweep ({', '.join(TABLES)}) nor the folder of a run")
 
 
 if __name__ == "__main__":

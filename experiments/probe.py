@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import run
+from run import train
 
 EXPERTS, FIRST, STEPS = (2, 8, 32, 64), 6, 4
 BINS = ((2, 9), (10, 24), (25, 39), (40, 64))  # tokens in a response
@@ -33,8 +34,6 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 def rescore(learner, rollout, settings, replay):
     """(log w, whether some layer would now choose other experts for the token, both (B, T); share of such choices)."""
-    import train
-
     log_ratio, changed = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.mask)
     counts = torch.zeros(2)
     for rows, width in train.chunks_of(rollout, range(len(rollout.mask)), settings):
@@ -84,8 +83,6 @@ def ratio_rows(log_ratio, rollout, about):
 
 def gradient(learner, rollout, advantages, settings, rows, weight):
     """Of the unclipped objective with this weight, over these rows, as one vector."""
-    import train
-
     learner.optimizer.zero_grad()
     rows = [row for row in rows if advantages[row] != 0]
     for chunk, width in train.chunks_of(rollout, rows, settings):
@@ -101,10 +98,7 @@ def gradient(learner, rollout, advantages, settings, rows, weight):
 
 def sampled(learner, settings, step):
     """Responses to the problems of a step by the policy as it is, and their advantages."""
-    import train
-
-    draw = train.rng(settings, "problems", step)
-    problems = [train.random_problem(settings, draw) for _ in range(settings.prompts)]
+    problems = train.problems_of(settings, step)
     rollout = train.respond(learner, problems, settings, step, torch.device("cpu"))
     rewards = train.verify(problems, rollout.texts(), settings.group)
     return rollout, train.group_advantages(rewards, settings.group)
@@ -124,8 +118,6 @@ def cosine_rows(learner, rollout, advantages, settings, minibatch, step, about):
 
 def probe(experts, seed, lr, folder):
     """One model: rows for the three files."""
-    import train
-
     found = {"routing": [], "ratio": [], "cosine": []}
     flags = ["--seed", str(seed), "--experts", str(experts), "--lr", str(lr), "--device", "cpu"]
     settings, _ = train.parse_settings(flags)

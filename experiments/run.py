@@ -29,6 +29,8 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+import train  # noqa: E402
+
 RESULTS, SCRATCH = HERE / "results", HERE.parent / "out" / "sweeps"
 REPORTED, CHOICE = range(5), range(100, 103)
 NEVER = 1e9  # half a window that nothing leaves
@@ -51,7 +53,6 @@ def scaled(window, factor):
 
 
 WIDTHS = (0.03, 0.1, 0.3, 1, 3, 10)
-OLD_LOGPROBS = {"sampler": {}, "recompute": {"flags": "--old-logprobs recompute"}}
 EDGE_RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.2e-3, 1.6e-3)
 EDGE_ARMS = (
     ("gspo", "gspo", GSPO),
@@ -105,12 +106,16 @@ SWEEPS = {
     ],
     # How precise must the sampler's log-probs be?
     "precision": [
-        arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding, **OLD_LOGPROBS[old])
+        arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding)
         for lr in (TUNED, EDGE)
         for learner, window in (("gspo", GSPO), ("grpo", GRPO))
-        for sampler, rounding in (("float32", {}), ("bfloat16", {"bits": 16}), ("8 bits", {"bits": 8}))
-        for old in ("sampler", "recompute")
-        if (sampler, old) != ("float32", "recompute")
+        for sampler, old, rounding in (
+            ("float32", "sampler", {}),
+            ("bfloat16", "sampler", {"flags": "--sampler-dtype bfloat16"}),
+            ("bfloat16", "recompute", {"flags": "--sampler-dtype bfloat16 --old-logprobs recompute"}),
+            ("8 bits", "sampler", {"bits": 8}),
+            ("8 bits", "recompute", {"bits": 8, "flags": "--old-logprobs recompute"}),
+        )
     ],
     # Does the picture hold when responses are longer?
     "longer": [
@@ -164,10 +169,8 @@ SERIES = ("reward", "entropy", "length", "clip_frac", "ratio_min", "ratio_max", 
 
 
 def rounded(model, bits):
-    """A copy in bfloat16 (16), or with matrices rounded to so many bits, each row on a scale of its own."""
+    """A copy whose matrices are rounded to so many bits, each row on a scale of its own."""
     model, levels = copy.deepcopy(model), 2 ** (bits - 1) - 1
-    if bits == 16:
-        return model.to(torch.bfloat16)
     for p in model.parameters():
         if p.dim() > 1:
             scale = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
@@ -177,8 +180,6 @@ def rounded(model, bits):
 
 def run_one(setting, folder, cached, flags=()):
     """In a process of its own: `train.py` with one learner, its loss and its sampler changed as the setting says."""
-    import train
-
     objective = setting["learner"].partition("+")[0]
     plain = train.LOSSES[objective]
 
@@ -237,8 +238,6 @@ def warm_starts(pool, needed):
 
 def warm(seed, folder, world):
     """In a process of its own: the warm start of a seed, and its evaluation."""
-    import train
-
     settings, _ = train.parse_settings(["--seed", str(seed), "--out", str(folder), "--device", "cpu", *world.split()])
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
@@ -262,9 +261,13 @@ def read(path):
 
 
 def accuracy(rows, stage, way):
-    """Over the held-out problems of three and more numbers, as `train.py` has it."""
-    rows = [r for r in rows if r["stage"] == stage and int(r["terms"]) >= 3]
-    return sum(float(r[way]) * int(r["problems"]) for r in rows) / sum(int(r["problems"]) for r in rows)
+    """As `train.py` has it, of the rows of a stage."""
+    rows = [
+        {"terms": int(r["terms"]), way: float(r[way]), "problems": int(r["problems"])}
+        for r in rows
+        if r["stage"] == stage
+    ]
+    return train.accuracy(rows, way)
 
 
 def mean(steps, name):

@@ -151,13 +151,8 @@ def test_reward_rises(tmp_path, monkeypatch):
 # Old log-probs, replay, accumulation
 
 
-def problems_of(s, step):
-    draw = train.rng(s, "problems", step)
-    return [train.random_problem(s, draw) for _ in range(s.prompts)]
-
-
 def rollout_of(learner, s):
-    return train.respond(learner, problems_of(s, 0), s, 0, torch.device("cpu"))
+    return train.respond(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
 
 
 def make_learner(s, name="gspo"):
@@ -197,7 +192,7 @@ def test_chunks_and_their_order_do_not_change_an_update(name):
 def test_responses_without_advantage_are_left_out_and_change_nothing(monkeypatch):
     """The gradient of a step's update equals that of the loss over all rows at once, those of advantage 0 among them."""
     s = settings("--micro-tokens", "60", "--minibatches", "1")
-    learner, problems, seen, real = make_learner(s), problems_of(s, 0), [], train.score
+    learner, problems, seen, real = make_learner(s), train.problems_of(s, 0), [], train.score
     rewards = [1.0] * 8 + [1.0, 0.0] * 4 + [0.0] * 8 + [0.0, 1.0, 1.0, 1.0] * 2  # two of four groups teach
     monkeypatch.setattr(train, "verify", lambda *args: rewards)
     monkeypatch.setattr(
@@ -220,12 +215,12 @@ def test_a_step_that_teaches_nothing_changes_nothing(monkeypatch):
     learner = make_learner(s)
     before = copy.deepcopy(learner.model.state_dict())
     monkeypatch.setattr(train, "verify", lambda *args: [1.0] * 32)
-    train.rl_step(learner, problems_of(s, 0), s, 0, torch.device("cpu"))
+    train.rl_step(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
     assert not learner.optimizer.state and all(torch.equal(a, before[k]) for k, a in learner.model.state_dict().items())
     record = learner.history[0]
     assert record["reward"] == record["zero_std_groups"] == 1 and math.isnan(record["clip_frac"])
     monkeypatch.setattr(train, "verify", lambda *args: [1.0, 1.0, None, 1.0] * 6 + [1.0, 0.0, None, 1.0] * 2)
-    train.rl_step(learner, problems_of(s, 0), s, 0, torch.device("cpu"))
+    train.rl_step(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
     assert (
         learner.history[1]["zero_std_groups"] == 0.75
     )  # a group of equal rewards, one of them unknown, teaches nothing
@@ -286,7 +281,7 @@ def test_minibatches_are_a_partition():
 def test_no_evaluation_problem_is_trained_on():
     s = settings("--prompts", "64", "--max-terms", "3")
     held_out = {p.prompt for p in train.held_out_problems(s)}
-    seen = {p.prompt for step in range(20) for p in problems_of(s, step)}
+    seen = {p.prompt for step in range(20) for p in train.problems_of(s, step)}
     for step in range(50):
         rows, lengths = train.worked_solutions(s, step)
         seen |= {bytes(row[1:n]).decode() for row, n in zip(rows, lengths)}
@@ -305,7 +300,7 @@ def test_a_whole_step_stays_on_the_device(monkeypatch):
             with device:
                 learner = train.Learner(name, Transformer(s.model_config), s, s.lr)
             train.imitate(learner, s, 0, device)
-            rollout = train.respond(learner, problems_of(s, 0), s, 0, device)
+            rollout = train.respond(learner, train.problems_of(s, 0), s, 0, device)
             with device:
                 advantages = torch.zeros(32)
             measured = train.update(learner, rollout, rollout.logprobs, advantages, list(range(8)), 8, s, 0)
