@@ -19,6 +19,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
 NEVER = 1e9  # as in run.py
+SHOWN = "tokens of wrong responses that lost e-fold"  # of what may tell stale regimes apart, in the figure
 QUICK = False  # whether the rows of quick sweeps are asked for
 
 
@@ -131,6 +132,23 @@ def slow_tables():
     yield table(["180 steps at 4e-4", "accuracy after", "reward, last 10 steps"], lines)
 
 
+def seeds_tables():
+    rows = load("seeds")
+    arms = {arm: values(rows, arm=arm) for arm in distinct(rows, "arm")}
+    gspo, grpo, narrow, otherwise = arms.values()
+    both = {seed: (gspo[seed] + otherwise[seed]) / 2 for seed in gspo}
+    yield table(["at 8e-4, 20 seeds", "accuracy after"], [[arm, spread(by_seed)] for arm, by_seed in arms.items()])
+    lines = [
+        ["gspo − grpo", difference(gspo, grpo)],
+        ["gspo, rounded otherwise − grpo", difference(otherwise, grpo)],
+        ["mean of the two gspo − grpo", difference(both, grpo)],
+        ["control: gspo, rounded otherwise − gspo", difference(otherwise, gspo)],
+        ["grpo, narrow − grpo", difference(narrow, grpo)],
+        ["mean of the two gspo − grpo, narrow", difference(both, narrow)],
+    ]
+    yield table(["difference", "accuracy"], lines)
+
+
 def unit_tables():
     rows, units = load("unit"), ("sequence", "token", "no")
 
@@ -184,18 +202,59 @@ def why_tables():
     yield table(head, lines)
 
 
-def staleness_tables():
+# What may tell the regimes apart: of GRPO's runs but for the share that GSPO clips; means over a step's updates.
+CANDIDATES = {
+    "updates per step": lambda g, r: np.log2(int(r["arm"].split()[1])),
+    "learning rate": lambda g, r: float(r["lr"]),
+    "sd log w": lambda g, r: float(r["mean_log_ratio_std"]),
+    "tokens of wrong responses that lost e-fold": lambda g, r: float(r["mean_wrong_lost"]),
+    "drift of wrong responses": lambda g, r: -float(r["mean_wrong_drift"]),
+    "gradient norm": lambda g, r: float(r["mean_grad_norm"]),
+    "clipped, gspo": lambda g, r: float(g["mean_clip_frac"]),
+    "accuracy after, grpo": lambda g, r: float(r["after"]),
+}
+
+
+def staleness_cells():
+    """For each rate and number of updates: (rate, updates, {seed: row} of gspo, the same of grpo)."""
     rows = load("staleness")
-    for how in ("same rate", "same sum"):
-        lines = []
+    for lr in distinct(rows, "lr", float):
         for n in (1, 2, 4, 8, 16):
-            names = [f"{arm}, {n} updates, {'same rate' if n == 4 else how}" for arm in ("gspo", "grpo")]
-            rate = next(float(r["lr"]) for r in rows if r["arm"] == names[0])
-            a, b = (values(rows, arm=name) for name in names)
-            spreads = [f"{mean(values(rows, 'mean_log_ratio_std', arm=name)):.3f}" for name in names]
-            lines.append([str(n), f"{rate:g}", spread(a), spread(b), difference(a, b), *spreads])
-        head = [f"updates per step, {how}", "learning rate", "gspo", "grpo", "gspo − grpo", "sd log w, gspo", "grpo"]
-        yield table(head, lines)
+            names = [f"{arm}, {n} updates" for arm in ("gspo", "grpo")]
+            by_arm = [{int(r["seed"]): r for r in rows if r["arm"] == x and float(r["lr"]) == lr} for x in names]
+            yield lr, n, *by_arm
+
+
+def of(by_seed, column="after"):
+    return {seed: float(row[column]) for seed, row in by_seed.items()}
+
+
+def candidate(name, gspo, grpo):
+    """The mean over the seeds of one of CANDIDATES."""
+    return np.mean([CANDIDATES[name](gspo[seed], grpo[seed]) for seed in gspo.keys() & grpo.keys()])
+
+
+def rank_correlation(x, y):
+    """Spearman's."""
+    return np.corrcoef(np.argsort(np.argsort(x)), np.argsort(np.argsort(y)))[0, 1]
+
+
+def staleness_tables():
+    lines, stale = [], []
+    for lr, n, gspo, grpo in staleness_cells():
+        shown = [candidate(x, gspo, grpo) for x in ("sd log w", "tokens of wrong responses that lost e-fold")]
+        cells = [f"{shown[0]:.3f}", f"{100 * shown[1]:.2f}%", f"{100 * candidate('clipped, gspo', gspo, grpo):.1f}%"]
+        lines.append(
+            [f"{lr:g}", f"{n}", *(spread(of(x)) for x in (gspo, grpo)), difference(of(gspo), of(grpo)), *cells]
+        )
+        if n > 1:
+            stale.append((gspo, grpo))
+    head = ["learning rate", "updates", "gspo", "grpo", "gspo − grpo", "sd log w, grpo", "lost, grpo", "clipped, gspo"]
+    yield table(head, lines)
+    gaps = [paired(of(gspo), of(grpo))[0] for gspo, grpo in stale]
+    ranks = {x: rank_correlation([candidate(x, *cell) for cell in stale], gaps) for x in CANDIDATES}
+    lines = [[x, f"{ranks[x]:+.2f}"] for x in sorted(ranks, key=lambda x: -abs(ranks[x]))]
+    yield table(["over the cells with two and more updates", "rank correlation with gspo − grpo"], lines)
 
 
 def precision_tables():
@@ -455,18 +514,25 @@ def why_figure():
 
 
 def staleness_figure():
-    rows, counts = load("staleness"), (1, 2, 4, 8, 16)
-    figure, panels = axes(2)
-    titles = {"same rate": "4e-4 for each update", "same sum": "1.6e-3 for each step, shared out"}
-    for ax, (how, title) in zip(panels[0], titles.items()):
-        for arm, colour in (("gspo", 0), ("grpo", 1)):
-            names = [f"{arm}, {n} updates, {'same rate' if n == 4 else how}" for n in counts]
-            line_with_seeds(ax, counts, [values(rows, arm=name) for name in names], arm, COLOURS[colour])
-        ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=title)
+    cells = list(staleness_cells())
+    figure, ((*panels, last),) = axes(4, 13, 3.4)
+    for ax, lr in zip(panels, dict.fromkeys(cell[0] for cell in cells)):
+        here = [cell for cell in cells if cell[0] == lr]
+        counts = [n for _, n, _, _ in here]
+        for arm, by_cell, colour in (("gspo", [c[2] for c in here], 0), ("grpo", [c[3] for c in here], 1)):
+            line_with_seeds(ax, counts, [of(by_seed) for by_seed in by_cell], arm, COLOURS[colour])
+        ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=f"learning rate {lr:g}")
         ax.set_xticks(counts, map(str, counts))
         ax.minorticks_off()
-    panels[0][0].set(ylabel="held-out accuracy")
-    panels[0][0].legend(loc="lower left")
+    panels[0].set(ylabel="held-out accuracy")
+    panels[0].legend(loc="lower left")
+    for marker, lr in zip("os^", dict.fromkeys(cell[0] for cell in cells)):
+        for _, n, gspo, grpo in (cell for cell in cells if cell[0] == lr and cell[1] > 1):
+            x, (y, low, high) = 100 * candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
+            last.errorbar([x], [y], [[y - low], [high - y]], fmt=marker, ms=4, capsize=2, color=COLOURS[2])
+            last.annotate(str(n), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    last.axhline(0, color="black", lw=1)
+    last.set(xscale="log", xlabel=f"{SHOWN}, %", title="gspo − grpo (number: updates)")
     return figure
 
 
@@ -581,33 +647,34 @@ def run_figure(folder):
     return figure
 
 
-TABLES = {
-    "choose": choose_tables, "bench": bench_tables, "laptop": laptop_tables,
-    "edge": edge_tables, "efficiency": efficiency_tables, "slow": slow_tables, "unit": unit_tables,
-    "window": window_tables, "why": why_tables, "staleness": staleness_tables, "precision": precision_tables,
-    "longer": longer_tables, "countdown": countdown_tables, "routing": routing_tables, "ratio": ratio_tables,
-    "cosine": cosine_tables,
-}  # fmt: skip
-FIGURES = {
-    "edge": edge_figure, "slow": slow_figure, "unit": unit_figure, "window": window_figure, "why": why_figure,
-    "staleness": staleness_figure, "precision": precision_figure, "longer": longer_figure,
-    "countdown": countdown_figure, "routing": routing_figure, "ratio": ratio_figure, "cosine": cosine_figure,
-}  # fmt: skip
+TABLES = {name.removesuffix("_tables"): f for name, f in list(globals().items()) if name.endswith("_tables")}
+FIGURES = {name.removesuffix("_figure"): f for name, f in list(globals().items()) if name.endswith("_figure")}
+
+
+def show(asked):
+    """Print the tables of a sweep and draw its figure, or draw the curves of a run."""
+    global QUICK
+    name = asked.removeprefix("quick-")
+    QUICK = name != asked
+    if name in TABLES:
+        print("\n\n".join(TABLES[name]()) + "\n")
+        if name in FIGURES:
+            write(FIGURES[name](), HERE / "figures" / f"{asked}.svg")
+    elif list(Path(asked).glob("*.csv")):
+        write(run_figure(Path(asked)), Path(asked) / "curves.svg")
+    else:
+        sys.exit(f"plot.py: {asked} is neither a sweep ({', '.join(TABLES)}) nor the folder of a run")
 
 
 def main(argv):
-    global QUICK
     for asked in argv or TABLES:
-        name = asked.removeprefix("quick-")
-        QUICK = name != asked
-        if name in TABLES:
-            print("\n\n".join(TABLES[name]()) + "\n")
-            if name in FIGURES:
-                write(FIGURES[name](), HERE / "figures" / f"{asked}.svg")
-        elif list(Path(asked).glob("*.csv")):
-            write(run_figure(Path(asked)), Path(asked) / "curves.svg")
-        else:
-            sys.exit(f"plot.py: {asked} is neither a sweep ({', '.join(TABLES)}) nor the folder of a run")
+        try:
+            show(asked)
+        except FileNotFoundError as error:
+            missing = f"plot.py: {asked} has no rows yet ({error.filename}): python experiments/run.py {asked}"
+            if argv:
+                sys.exit(missing)
+            print(missing, file=sys.stderr)
 
 
 if __name__ == "__main__":

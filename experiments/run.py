@@ -9,7 +9,7 @@ A run is one learner on the default preset, in a process of its own with one thr
 seed decides warm start, problems and noise, so settings are compared pairwise, seed by seed. Rows that a sweep already
 has are not run again: after an interruption, start it again. No run is left out: one that ends in nan has accuracy 0.
 
-Choices (which window) are made on seeds 100 to 102, `choose`; what is reported uses seeds 0 to 4.
+Choices (which window) are made on seeds 100 to 102, `choose`; what is reported uses seeds 0 to 4, `seeds` 0 to 19.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 import train  # noqa: E402
 
 RESULTS, SCRATCH = HERE / "results", HERE.parent / "out" / "sweeps"
-REPORTED, CHOICE = range(5), range(100, 103)
+REPORTED, SEEDS = range(5), {"choose": range(100, 103), "seeds": range(20)}
 NEVER = 1e9  # half a window that nothing leaves
 NOT_FINITE = 3  # exit status of a run that ended in nan
 
@@ -70,6 +70,9 @@ SWEEPS = {
     "edge": [arm(name, learner, lr, window) for lr in EDGE_RATES for name, learner, window in EDGE_ARMS],
     # Does anything break slowly, just inside the edge?
     "slow": [arm(name, learner, 4e-4, window, steps=180) for name, learner, window in EDGE_ARMS[:2]],
+    # How far apart are they at the edge? More seeds; and GSPO's own gradient, rounded otherwise, as the control.
+    "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS[:3]]
+    + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")],
     # The ratio's unit, or the clip's?
     "unit": [
         arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
@@ -96,13 +99,12 @@ SWEEPS = {
             ("wrong answers only, never clips", (NEVER, NEVER), {"sign": -1}),
         )
     ],
-    # How stale may the data be? At a constant rate per update, and at a constant sum of the rates of a step.
+    # How stale may the data be? One update on all responses of a step (the control: every ratio is 1), or up to 16.
     "staleness": [
-        arm(f"{learner}, {n} updates, {name}", learner, rate, window, flags=f"--minibatches {n}")
-        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
+        arm(f"{name}, {n} updates", name, lr, window, **({"flags": f"--minibatches {n}"} if n != 4 else {}))
+        for lr in EDGE_RATES[1:4]
         for n in (1, 2, 4, 8, 16)
-        for name, rate in (("same rate", EDGE / 2), ("same sum", EDGE / 2 * 4 / n))
-        if n != 4 or name == "same rate"
+        for name, _, window in EDGE_ARMS[:2]
     ],
     # How precise must the sampler's log-probs be?
     "precision": [
@@ -348,7 +350,7 @@ def main(argv):
     parser.add_argument("--quick", action="store_true", help="one seed")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
     args = parser.parse_args(argv)
-    seeds = CHOICE if args.sweep == "choose" else REPORTED
+    seeds = SEEDS.get(args.sweep, REPORTED)
     path = RESULTS / f"{'quick-' * args.quick}{args.sweep}.csv"
     sweep(args.sweep, seeds[:1] if args.quick else seeds, path, args.workers)
     print(f"{len(read(path))} rows in {path}")
