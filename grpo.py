@@ -104,8 +104,10 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
 if __name__ == "__main__":  # a group of five responses of four tokens; an update moved their log-probs from -1
     advantages = group_advantages([1, 1, 0.5, 0, 0], 5)
     moves = torch.tensor([[30, -2, -29, 1], [30, -2, -25, 1], [9, -8, 7, 0], [-30, 2, 29, -1], [-30, 2, 25, -1]]) / 100
-    logprobs, mask = (moves - 1).requires_grad_(), torch.ones(5, 4)
-    grpo_loss(logprobs, -mask, advantages, mask)[0].backward()
+    old_logprobs, mask = -torch.ones(5, 4), torch.ones(5, 4)
+    logprobs = (old_logprobs + moves).requires_grad_()
+    grpo_loss(logprobs, old_logprobs, advantages, mask)[0].backward()
+    weights = 0 - 5 * 4 * logprobs.grad  # of each token's gradient, without the minus and the two means of the loss
     print("     A | token ratios w              | GRPO: w A, 0 if clipped")
-    for row in zip(advantages[:, None], moves.exp(), 0 - 20 * logprobs.grad):
+    for row in zip(advantages[:, None], moves.exp(), weights):
         print(" | ".join(" ".join(f"{x:6.3f}" for x in cell.tolist()) for cell in row))

@@ -118,10 +118,12 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
 if __name__ == "__main__":  # a group of five responses of four tokens; an update moved their log-probs from -1
     advantages = group_advantages([1, 1, 0.5, 0, 0], 5)
     moves = torch.tensor([[30, -2, -29, 1], [30, -2, -25, 1], [9, -8, 7, 0], [-30, 2, 29, -1], [-30, 2, 25, -1]]) / 100
-    logprobs, mask = (moves - 1).requires_grad_(), torch.ones(5, 4)
-    gspo_loss(logprobs, -mask, advantages, mask)[0].backward()
+    old_logprobs, mask = -torch.ones(5, 4), torch.ones(5, 4)
+    logprobs = (old_logprobs + moves).requires_grad_()
+    gspo_loss(logprobs, old_logprobs, advantages, mask)[0].backward()
+    weights = 0 - 5 * 4 * logprobs.grad  # of each token's gradient, without the minus and the two means of the loss
     a, w, s = advantages[:, None], moves.exp(), moves.mean(1, keepdim=True).exp()
     token_level = torch.where((a > 0) & (w > 1.27) | (a < 0) & (w < 0.8), 0, a * w)
     print("     A | token ratios w              | GRPO: w A, 0 if clipped     |      s | GSPO: s A, 0 if clipped")
-    for row in zip(a, w, token_level, s, 0 - 20 * logprobs.grad):
+    for row in zip(a, w, token_level, s, weights):
         print(" | ".join(" ".join(f"{x:6.3f}" for x in cell.tolist()) for cell in row))

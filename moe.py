@@ -125,6 +125,6 @@ if __name__ == "__main__":
     print("experts and gates\ntoken | as sampled       | router moved     | moved, replayed")
     for token in range(8):
         runs = (sampled, probs), (routed, moved), (replayed, moved)
-        experts_and_gates = [(routes[token], p[token, routes[token]]) for routes, p in runs]
-        cells = ["{} {}   {:.2f} {:.2f}".format(*experts, *(g / g.sum())) for experts, g in experts_and_gates]
+        experts_and_probs = [(routes[token].sort().values, p[token]) for routes, p in runs]
+        cells = ["{} {}   {:.2f} {:.2f}".format(*e, *(p[e] / p[e].sum())) for e, p in experts_and_probs]
         print(f"{token:5} |", " | ".join(cells))
