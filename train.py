@@ -170,7 +170,7 @@ def rng(settings, *purpose):
 class Learner:
     """A policy, its optimizer, an objective (none while imitating), and the records of its steps."""
 
-    def __init__(self, name, model, settings, lr):
+    def __init__(self, name, model, settings):
         objective, _, replay = name.partition("+")
         self.name, self.model, self.replay, self.history = name, model, replay == "replay", []
         if objective in LOSSES:
@@ -178,7 +178,7 @@ class Learner:
             self.loss = partial(LOSSES[objective], clip_eps_low=low, clip_eps_high=high)
         # One fused kernel for the whole update where there is one: a third of the time of the plain loop.
         fused = model.embed.weight.device.type in ("cpu", "cuda")
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
 
     def step(self, lr, loss):
         """Sum the gradients over the processes, clip their norm to 1, step. Returns the norm before clipping."""
@@ -191,7 +191,7 @@ class Learner:
         return grad_norm
 
 
-def facts(settings):
+def about(settings):
     """Saved with the weights: the special tokens, and what the model was trained on."""
     trained_on = {"task": settings.task, "most_numbers": settings.terms[-1], "largest": settings.largest}
     return {"special_tokens": list(SPECIAL_TOKENS), **trained_on}
@@ -265,7 +265,7 @@ def warm_start(settings, device, stop, state):
             raise UserError(f"{path} has other sizes than this run: delete it, or choose another --out")
         return model
     torch.manual_seed(settings.seed)
-    learner = Learner("warm", Transformer(settings.model_config).to(device), settings, settings.warm_lr)
+    learner = Learner("warm", Transformer(settings.model_config).to(device), settings)
     first = harness.restore([learner], state) if state is not None else 0
     loss, seen, began, every = torch.zeros(()), 0, time.perf_counter(), 20 * settings.save_every
     harness.save_state(settings.folder, "imitation", first, [learner])
@@ -277,7 +277,7 @@ def warm_start(settings, device, stop, state):
     except FloatingPointError as error:
         raise UserError(f"warm start, step {step + 1}: {error}; try a smaller --warm-lr", code=1) from error
     log(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
-    harness.save(path, checkpoint(learner.model, **facts(settings)))
+    harness.save(path, checkpoint(learner.model, **about(settings)))
     return learner.model
 
 
@@ -468,17 +468,18 @@ def held_out_problems(settings):
 
 def evaluate(model, settings, device):
     """For each number of terms, accuracy sampled (once, at temperature 1) and greedy: a list of dicts."""
-    problems, points, longest = held_out_problems(settings), {"sampled": [], "greedy": []}, settings.max_new_tokens
-    for way, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+    problems, rewards, longest = held_out_problems(settings), {"sampled": [], "greedy": []}, settings.max_new_tokens
+    for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         for first in range(0, len(problems), 256):  # as many at once as memory likes
-            some = problems[first : first + 256]
-            prompts, options = [problem.prompt for problem in some], {"temperature": temperature, "first_row": first}
+            batch = problems[first : first + 256]
+            prompts, options = [problem.prompt for problem in batch], {"temperature": temperature, "first_row": first}
             with precision(settings, device):
-                points[way] += verify(some, generate(model, prompts, max_new_tokens=longest, **options).texts(), 1)
+                texts = generate(model, prompts, max_new_tokens=longest, **options).texts()
+            rewards[mode] += verify(batch, texts, 1)
     results = []
     for terms in settings.terms:
         rows = [row for row, problem in enumerate(problems) if len(problem.numbers) == terms]
-        means = {way: sum(points[way][row] for row in rows) / len(rows) for way in points}
+        means = {mode: sum(rewards[mode][row] for row in rows) / len(rows) for mode in rewards}
         results.append({"terms": terms, **means, "problems": len(rows)})
     return results
 
@@ -532,7 +533,7 @@ def run(settings, device, state, stop):
     began, folder, racing = time.perf_counter(), settings.folder, state is not None and state["phase"] == "RL"
     describe(settings, device)
     start = warm_start(settings, device, stop, None if racing else state)
-    learners = [Learner(name, copy.deepcopy(start), settings, settings.lr) for name in settings.learners]
+    learners = [Learner(name, copy.deepcopy(start), settings) for name in settings.learners]
     if racing:
         first, before = harness.restore(learners, state), state["before"]
     else:
@@ -547,7 +548,7 @@ def run(settings, device, state, stop):
     for learner in learners:
         for stage, results in (("before", before), ("after", after[learner.name])):
             table += [{"learner": learner.name, "stage": stage} | result for result in results]
-        harness.save(folder / f"{learner.name}.pt", checkpoint(learner.model, learner=learner.name, **facts(settings)))
+        harness.save(folder / f"{learner.name}.pt", checkpoint(learner.model, learner=learner.name, **about(settings)))
     harness.write_csv(folder / "eval.csv", table)
     harness.save_state(folder, "done", settings.rl_steps, learners, before=before)
     summary(learners, before, after)

@@ -233,7 +233,7 @@ def our_rl_step(checkpoint, preset="tiny", learners=("gspo",)):
         sample.ended_places = lambda token: []
         train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
     settings, model = our_settings(preset), our_model(checkpoint)
-    racing = [train.Learner(name, copy.deepcopy(model), settings, settings.lr) for name in learners]
+    racing = [train.Learner(name, copy.deepcopy(model), settings) for name in learners]
     problems, steps, cpu = work(preset)[0], iter(range(10**6)), torch.device("cpu")
 
     def run():
@@ -255,7 +255,7 @@ def imitation(side):
     torch.manual_seed(0)
     ours = Transformer(settings.model_config)
     if side == "ours":
-        learner = train.Learner("warm", ours, settings, settings.warm_lr)
+        learner = train.Learner("warm", ours, settings)
         return lambda: [train.imitate(learner, settings, next(steps), torch.device("cpu")) for _ in range(10)]
     peer = peer_model(ours).train()
     check_equal(ours, peer)

@@ -122,7 +122,7 @@ def probe(experts, seed, lr, folder):
     flags = ["--seed", str(seed), "--experts", str(experts), "--lr", str(lr), "--device", "cpu"]
     settings, _ = train.parse_settings(flags)
     model = train.load_model(folder / "warm.pt")[0].train()
-    learner = train.Learner("gspo", model, settings, lr)
+    learner = train.Learner("gspo", model, settings)
     for step in range(FIRST + STEPS):
         rollout, advantages = sampled(learner, settings, step)
         for i, minibatch in enumerate(train.random_minibatches(settings, step)):

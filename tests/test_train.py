@@ -157,7 +157,7 @@ def rollout_of(learner, s):
 
 def make_learner(s, name="gspo"):
     torch.manual_seed(0)
-    return train.Learner(name, Transformer(s.model_config), s, s.lr)
+    return train.Learner(name, Transformer(s.model_config), s)
 
 
 def test_the_samplers_logprobs_are_the_trainers():
@@ -298,7 +298,7 @@ def test_a_whole_step_stays_on_the_device(monkeypatch):
     with fake_gpu() as device:
         for name in ("gspo", "grpo+replay"):
             with device:
-                learner = train.Learner(name, Transformer(s.model_config), s, s.lr)
+                learner = train.Learner(name, Transformer(s.model_config), s)
             train.imitate(learner, s, 0, device)
             rollout = train.respond(learner, train.problems_of(s, 0), s, 0, device)
             with device:
