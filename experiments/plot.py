@@ -67,6 +67,11 @@ def table(head, lines):
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
 
 
+def rate(lr):
+    """2e-4 and 1.2e-3, as they are typed."""
+    return f"{float(lr):.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
 def half(x):
     return "never" if x == NEVER else f"{x:g}"
 
@@ -88,12 +93,12 @@ def choose_tables():
 def edge_tables():
     rows = load("edge")
     arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
-    lines = [[f"{lr:g}", *(spread(values(rows, arm=arm, lr=lr)) for arm in arms)] for lr in rates]
+    lines = [[rate(lr), *(spread(values(rows, arm=arm, lr=lr)) for arm in arms)] for lr in rates]
     yield table(["learning rate", *arms], lines)
     pairs = (("gspo", "grpo"), ("grpo, narrow", "grpo"), ("gspo", "grpo, narrow"))
     pairs += (("grpo+replay", "grpo"), ("gspo+replay", "gspo"))
     lines = [
-        [f"{lr:g}", *(difference(values(rows, arm=a, lr=lr), values(rows, arm=b, lr=lr)) for a, b in pairs)]
+        [rate(lr), *(difference(values(rows, arm=a, lr=lr), values(rows, arm=b, lr=lr)) for a, b in pairs)]
         for lr in rates
     ]
     yield table(["learning rate", *(f"{a} − {b}" for a, b in pairs)], lines)
@@ -104,7 +109,7 @@ def edge_tables():
             for name in ("mean_clip_frac", "late_think_frac")
             for arm in arms[:3]
         ]
-        lines.append([f"{lr:g}", *(f"{100 * x:.1f}%" for x in means)])
+        lines.append([rate(lr), *(f"{100 * x:.1f}%" for x in means)])
     yield table(["learning rate", *(f"clipped, {a}" for a in arms[:3]), *(f"thinks, {a}" for a in arms[:3])], lines)
 
 
@@ -116,7 +121,7 @@ def efficiency_tables():
         means = {lr: mean(values(chosen, arm=f"{arm}, rate", lr=lr)) for lr in (1e-4, 2e-4, 4e-4)}
         best[arm] = max(means, key=means.get)
         cells = [spread(values(rows, name, arm=arm, lr=best[arm])) for name in ("mean_reward", "after", "mean_seconds")]
-        lines.append([arm, f"{best[arm]:g}", *cells])
+        lines.append([arm, rate(best[arm]), *cells])
     a, b = ({name: values(rows, name, arm=arm, lr=best[arm]) for name in ("mean_reward", "after", "mean_seconds")}
             for arm in ("gspo", "grpo"))  # fmt: skip
     lines.append(["gspo − grpo", "", *(difference(a[name], b[name]) for name in a)])
@@ -187,7 +192,7 @@ def window_tables():
                 high = float(next(r for r in rows if r["arm"] == arm and float(r["low"]) == low)["high"])
                 clipped = 100 * mean(values(rows, "mean_clip_frac", **chosen))
                 lines.append([arm, f"−{half(low)} +{half(high)}", f"{clipped:.2f}%", spread(values(rows, **chosen))])
-        yield table([f"at {lr:g}", "window", "tokens clipped", "accuracy after"], lines)
+        yield table([f"at {rate(lr)}", "window", "tokens clipped", "accuracy after"], lines)
 
 
 def why_tables():
@@ -244,9 +249,7 @@ def staleness_tables():
     for lr, n, gspo, grpo in staleness_cells():
         shown = [candidate(x, gspo, grpo) for x in ("sd log w", "tokens of wrong responses that lost e-fold")]
         cells = [f"{shown[0]:.3f}", f"{100 * shown[1]:.2f}%", f"{100 * candidate('clipped, gspo', gspo, grpo):.1f}%"]
-        lines.append(
-            [f"{lr:g}", f"{n}", *(spread(of(x)) for x in (gspo, grpo)), difference(of(gspo), of(grpo)), *cells]
-        )
+        lines.append([rate(lr), f"{n}", *(spread(of(x)) for x in (gspo, grpo)), difference(of(gspo), of(grpo)), *cells])
         if n > 1:
             stale.append((gspo, grpo))
     head = ["learning rate", "updates", "gspo", "grpo", "gspo − grpo", "sd log w, grpo", "lost, grpo", "clipped, gspo"]
@@ -257,30 +260,25 @@ def staleness_tables():
     yield table(["over the cells with two and more updates", "rank correlation with gspo − grpo"], lines)
 
 
+def samplers(rows):
+    """Of the rows at one rate: the samplers' precisions with the origins of the old log-probs, coarser and coarser."""
+    return list(dict.fromkeys(tuple(r["arm"].split(", ")[1:]) for r in rows))
+
+
 def precision_tables():
-    rows = load("precision")
-    for lr in distinct(rows, "lr", float):
-        lines = []
-        for sampler in ("float32", "bfloat16", "8 bits"):
-            for old in ("sampler", "recompute")[: 1 + (sampler != "float32")]:
-                cells = []
-                for arm in ("gspo", "grpo"):
-                    here = values(rows, arm=f"{arm}, {sampler}, {old}", lr=lr)
-                    exact = values(rows, arm=f"{arm}, float32, sampler", lr=lr)
-                    clipped = values(rows, "mean_clip_frac", arm=f"{arm}, {sampler}, {old}", lr=lr)
-                    cells += [spread(here), difference(here, exact), f"{100 * mean(clipped):.2f}%"]
-                lines.append([sampler, old, *cells])
-        head = [
-            f"sampler, at {lr:g}",
-            "old log-probs",
-            "gspo",
-            "against exact",
-            "clipped",
-            "grpo",
-            "against exact",
-            "clipped",
-        ]
-        yield table(head, lines)
+    everything = load("precision")
+    for lr in distinct(everything, "lr", float):
+        rows, lines = [r for r in everything if float(r["lr"]) == lr], []
+        for sampler in samplers(rows):
+            cells = []
+            for learner in ("gspo", "grpo"):
+                arm, exact = f"{learner}, {', '.join(sampler)}", values(rows, arm=f"{learner}, float32, sampler")
+                against = "" if sampler[0] == "float32" else difference(values(rows, arm=arm), exact)
+                clipped = f"{100 * mean(values(rows, 'mean_clip_frac', arm=arm)):.2f}%"
+                cells += [spread(values(rows, arm=arm)), against, clipped]
+            lines.append([*sampler, *cells])
+        columns = [cell for learner in ("gspo", "grpo") for cell in (learner, "against float32", "clipped")]
+        yield table([f"sampler, at {rate(lr)}", "old log-probs", *columns], lines)
 
 
 def longer_tables():
@@ -290,7 +288,7 @@ def longer_tables():
     for lr in rates:
         by_arm = [values(rows, arm=arm, lr=lr) for arm in arms]
         length = mean(values(rows, "late_length", arm="gspo", lr=lr))
-        lines.append([f"{lr:g}", f"{length:.0f}", *map(spread, by_arm), difference(*by_arm[:2])])
+        lines.append([rate(lr), f"{length:.0f}", *map(spread, by_arm), difference(*by_arm[:2])])
     yield table(["learning rate", "tokens at the end", *arms, "gspo − grpo"], lines)
 
 
@@ -312,33 +310,43 @@ def mean_of(rows, column, **chosen):
 
 def routing_tables():
     rows = load("routing")
-    for updates in distinct(rows, "updates"):
-        lines = []
-        for lr in distinct(rows, "lr"):
-            for experts in distinct(rows, "experts"):
-                here = {"updates": updates, "lr": lr, "experts": experts}
-                shares = [mean_of(rows, c, **here, replay="0") for c in ("choices_changed", "tokens_changed")]
-                cells = [f"{100 * share:.2f}%" for share in shares]
-                for kind in ("same", "changed"):
-                    for replay in "01":
-                        q = [mean_of(rows, c, **here, tokens=kind, replay=replay) for c in ("q90", "q99")]
-                        cells.append("–" if q[0] != q[0] else f"{q[0]:.3f}, {q[1]:.2f}")
-                lines.append([f"{float(lr):g}", experts, *cells])
-        head = [f"after {updates} update{'s' * (updates != '1')}, rate", "experts", "choices changed", "tokens changed"]
-        head += ["same: q90, q99 of log w's size", "replayed", "changed: q90, q99", "replayed"]
-        yield table(head, lines)
+    counts, settings = (
+        distinct(rows, "updates"),
+        [(lr, e) for lr in distinct(rows, "lr") for e in distinct(rows, "experts")],
+    )
+    changes, sizes = [], []
+    for lr, experts in settings:
+        here = {"lr": lr, "experts": experts}
+        cells = []
+        for column in ("choices_changed", "tokens_changed"):
+            cells += [f"{100 * mean_of(rows, column, **here, updates=n, replay='0'):.2f}%" for n in counts]
+        changes.append([rate(lr), experts, *cells])
+        cells = []
+        for kind in ("same", "changed"):
+            for replay in "01":
+                chosen = here | {"updates": counts[-1], "tokens": kind, "replay": replay}
+                q = [mean_of(rows, c, **chosen) for c in ("q90", "q99")]
+                cells.append("–" if q[0] != q[0] else f"{q[0]:.3f}, {q[1]:.2f}")
+        sizes.append([rate(lr), experts, *cells])
+    head = [f"{what} changed after {n}" for what in ("choices", "tokens") for n in counts]
+    yield table(["rate", "experts", *head], changes)
+    head = ["same experts: q90, q99 of log w's size", "same, replayed", "changed: q90, q99", "changed, replayed"]
+    yield table([f"after {counts[-1]} updates, rate", "experts", *head], sizes)
 
 
 def ratio_tables():
     rows, lines = [r for r in load("ratio") if r["experts"] == "8"], []
+    counts = distinct(rows, "updates")
     for lr in distinct(rows, "lr"):
-        for updates in distinct(rows, "updates"):
-            for length in distinct(rows, "length"):
-                here = {"lr": lr, "updates": updates, "length": length}
-                names = ("mean_length", "sd_log_w", "sd_log_s", "coherence")
-                cells = [f"{mean_of(rows, name, **here):.3g}" for name in names]
-                lines.append([f"{float(lr):g}", updates, length, *cells])
-    yield table(["learning rate", "updates", "length", "mean", "sd log w", "sd log s", "coherence"], lines)
+        for length in distinct(rows, "length"):
+            here = {"lr": lr, "length": length}
+            cells = [
+                f"{mean_of(rows, x, **here, updates=counts[-1]):.3g}" for x in ("mean_length", "sd_log_w", "sd_log_s")
+            ]
+            cells += [f"{mean_of(rows, 'coherence', **here, updates=n):.2f}" for n in counts]
+            lines.append([rate(lr), length, *cells])
+    head = ["rate", "length", "mean", f"sd log w after {counts[-1]} updates", "sd log s"]
+    yield table([*head, *(f"coherence after {n}" for n in counts)], lines)
 
 
 def cosine_tables():
@@ -351,7 +359,7 @@ def cosine_tables():
         for name, cosines in by_seed.items():
             ours = name in ("stale, token ratio", "stale, sequence ratio")
             against = difference(cosines, by_seed["stale, no ratio"]) if ours else ""
-            lines.append([f"{float(lr):g}", name, spread(cosines), against])
+            lines.append([rate(lr), name, spread(cosines), against])
     yield table(["learning rate", "gradient", "cosine with the fresh one", "against no ratio"], lines)
 
 
@@ -439,7 +447,7 @@ def edge_figure():
     right.set(xscale="log", xlabel="learning rate", title="Paired differences, 95% intervals")
     right.legend(loc="upper left")
     for ax in (left, right):
-        ax.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=30)
+        ax.set_xticks(rates, [rate(lr) for lr in rates], rotation=30)
         ax.minorticks_off()
     return figure
 
@@ -489,7 +497,7 @@ def window_figure():
             clipped = [mean(values(rows, "mean_clip_frac", arm=arm, lr=lr, low=low)) for low in lows]
             x = [max(100 * share, 1e-3) for share in clipped]
             line_with_seeds(ax, x, by_seed, arm, COLOURS[colour], marker="o", ms=4)
-        ax.set(xscale="log", xlabel="tokens clipped, % (0.001: none)", ylim=(0, 1), title=f"learning rate {lr:g}")
+        ax.set(xscale="log", xlabel="tokens clipped, % (0.001: none)", ylim=(0, 1), title=f"learning rate {rate(lr)}")
     panels[0][0].set(ylabel="held-out accuracy")
     panels[0][0].legend(loc="lower right")
     return figure
@@ -521,7 +529,7 @@ def staleness_figure():
         counts = [n for _, n, _, _ in here]
         for arm, by_cell, colour in (("gspo", [c[2] for c in here], 0), ("grpo", [c[3] for c in here], 1)):
             line_with_seeds(ax, counts, [of(by_seed) for by_seed in by_cell], arm, COLOURS[colour])
-        ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=f"learning rate {lr:g}")
+        ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=f"learning rate {rate(lr)}")
         ax.set_xticks(counts, map(str, counts))
         ax.minorticks_off()
     panels[0].set(ylabel="held-out accuracy")
@@ -537,16 +545,17 @@ def staleness_figure():
 
 
 def precision_figure():
-    rows = load("precision")
-    ways = [("float32", "sampler"), *((s, o) for s in ("bfloat16", "8 bits") for o in ("sampler", "recompute"))]
-    figure, panels = axes(2)
-    for ax, lr in zip(panels[0], distinct(rows, "lr", float)):
+    everything = load("precision")
+    figure, panels = axes(2, 12)
+    for ax, lr in zip(panels[0], distinct(everything, "lr", float)):
+        rows = [r for r in everything if float(r["lr"]) == lr]
+        ways = samplers(rows)
         for i, (arm, colour) in enumerate((("gspo", 0), ("grpo", 1))):
-            by_seed = [values(rows, arm=f"{arm}, {sampler}, {old}", lr=lr) for sampler, old in ways]
+            by_seed = [values(rows, arm=f"{arm}, {', '.join(way)}") for way in ways]
             places = [x + 0.2 * (i - 0.5) for x in range(len(ways))]
             line_with_seeds(ax, places, by_seed, arm, COLOURS[colour], ls="", marker="_", ms=14)
-        ax.set(ylim=(0, 1), title=f"learning rate {lr:g}")
-        ax.set_xticks(range(len(ways)), [f"{s}\n{o}" for s, o in ways], fontsize=8)
+        ax.set(ylim=(0, 1), title=f"learning rate {rate(lr)}")
+        ax.set_xticks(range(len(ways)), ["\n".join(way) for way in ways], fontsize=8)
     panels[0][0].set(ylabel="held-out accuracy")
     panels[0][0].legend(loc="lower left")
     return figure
@@ -565,7 +574,7 @@ def routing_figure():
             experts = distinct(rows, "experts")
             heights = [mean_of(rows, "q99", lr=lr, experts=e, tokens=tokens, replay=replay) for e in experts]
             ax.bar([x + 0.27 * (i - 1) for x in range(3)], heights, 0.25, color=COLOURS[colour], label=label)
-        ax.set(title=f"learning rate {float(lr):g}", xlabel="experts")
+        ax.set(title=f"learning rate {rate(lr)}", xlabel="experts")
         ax.set_xticks(range(3), experts)
     panels[0][0].set(ylabel="99th percentile of |log w|")
     panels[0][0].legend(loc="upper left")
@@ -579,7 +588,7 @@ def ratio_figure():
         bins = distinct(rows, "length")
         x = [mean_of(rows, "mean_length", lr=lr, length=length) for length in bins]
         y = [mean_of(rows, "coherence", lr=lr, length=length) for length in bins]
-        ax.plot(x, y, "o-", color=COLOURS[colour], label=f"measured, {float(lr):g}")
+        ax.plot(x, y, "o-", color=COLOURS[colour], label=f"measured, {rate(lr)}")
     x = np.linspace(2, 60)
     ax.plot(x, np.sqrt(x), ":", color="grey", label="all tokens move together")
     ax.plot(x, np.ones_like(x), "--", color="grey", label="independent noise")
@@ -597,7 +606,7 @@ def cosine_figure():
             for name in names
         ]
         places = [x + 0.2 * (i - 0.5) for x in range(len(names))]
-        line_with_seeds(ax, places, by_seed, f"{float(lr):g}", COLOURS[colour], ls="", marker="_", ms=14)
+        line_with_seeds(ax, places, by_seed, rate(lr), COLOURS[colour], ls="", marker="_", ms=14)
     ax.set(ylabel="cosine with a large fresh gradient", title="Whose correction corrects?")
     ax.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
     ax.legend()
@@ -613,7 +622,7 @@ def longer_figure():
         places = [x + 0.2 * (i - 1) for x in range(len(rates))]
         line_with_seeds(ax, places, by_seed, arm, COLOURS[i], ls="", marker="_", ms=14)
     ax.set(ylabel="held-out accuracy", ylim=(0, 1), title="Sums of two to ten numbers")
-    ax.set_xticks(range(len(rates)), [f"{lr:g}" for lr in rates])
+    ax.set_xticks(range(len(rates)), [rate(lr) for lr in rates])
     ax.legend(loc="lower left")
     return figure
 

@@ -118,6 +118,13 @@ SWEEPS = {
             ("8 bits", "sampler", {"bits": 8}),
             ("8 bits", "recompute", {"bits": 8, "flags": "--old-logprobs recompute"}),
         )
+    ]
+    # Where does it end? Coarser and coarser, at the tuned rate.
+    + [
+        arm(f"{learner}, {bits} bits, {old}", learner, TUNED, window, bits=bits, **flags)
+        for bits in (5, 4)
+        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
+        for old, flags in (("sampler", {}), ("recompute", {"flags": "--old-logprobs recompute"}))
     ],
     # Does the picture hold when responses are longer?
     "longer": [
