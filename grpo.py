@@ -26,7 +26,7 @@ def group_advantages(rewards, group_size, *, eps=1e-6):
     known = ~r.isnan()
     count = known.sum(1, keepdim=True).clamp(min=1)
     # Equation 6:  A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)
-    centred = torch.where(known, r - torch.where(known, r, 0).sum(1, keepdim=True) / count, 0)
+    centred = torch.where(known, r - r.nanmean(1, keepdim=True), 0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     # Equal rewards must give exactly 0, yet r - mean may be a rounding error, which 1/eps would enlarge: compare.
     low = torch.where(known, r, float("inf")).amin(1, keepdim=True)
@@ -59,10 +59,10 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=0.2, cli
 
 def _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=False):
     """Checks shapes, sets to 0 what the mask leaves out. Advantages become (B, 1) or (B, T), lengths are (B, 1)."""
-    shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
-    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3 + [shapes[0][: 1 + per_token]]:
+    shape, *others = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
+    if len(shape) != 2 or others != [shape, shape, shape if per_token else shape[:1]]:
         form = "(B, T)" if per_token else "(B,)"
-        raise ValueError(f"logprobs, old_logprobs, mask must be (B, T), advantages {form}, not {shapes}")
+        raise ValueError(f"logprobs, old_logprobs, mask must be (B, T), advantages {form}, not {[shape, *others]}")
     # float32 or better: 1 + 3e-4 does not exist in bfloat16. `where` comes before any arithmetic, since inf * 0 is nan.
     dtype, mask = torch.promote_types(logprobs.dtype, torch.float32), mask.bool()
     filled, lengths = mask.any(1, keepdim=True), mask.sum(1, keepdim=True).clamp(min=1)
@@ -107,7 +107,7 @@ if __name__ == "__main__":  # a group of five responses of four tokens; an updat
     old_logprobs, mask = -torch.ones(5, 4), torch.ones(5, 4)
     logprobs = (old_logprobs + moves).requires_grad_()
     grpo_loss(logprobs, old_logprobs, advantages, mask)[0].backward()
-    weights = 0 - 5 * 4 * logprobs.grad  # of each token's gradient, without the minus and the two means of the loss
+    weights = 0 - 5 * 4 * logprobs.grad  # undoes the loss's minus and its means over 5 responses and 4 tokens
     print("     A | token ratios w              | GRPO: w A, 0 if clipped")
     for row in zip(advantages[:, None], moves.exp(), weights):
         print(" | ".join(" ".join(f"{x:6.3f}" for x in cell.tolist()) for cell in row))

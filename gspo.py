@@ -26,7 +26,7 @@ def group_advantages(rewards, group_size, *, eps=1e-6):
     known = ~r.isnan()
     count = known.sum(1, keepdim=True).clamp(min=1)
     # Equation 6:  A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)
-    centred = torch.where(known, r - torch.where(known, r, 0).sum(1, keepdim=True) / count, 0)
+    centred = torch.where(known, r - r.nanmean(1, keepdim=True), 0)
     std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     # Equal rewards must give exactly 0, yet r - mean may be a rounding error, which 1/eps would enlarge: compare.
     low = torch.where(known, r, float("inf")).amin(1, keepdim=True)
@@ -62,21 +62,22 @@ def gspo_token_loss(
     """GSPO-token: as `gspo_loss`, with advantages (B, T). Equation 13, negated; equation 17 is its gradient."""
     new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, True)
     ratio = ((new - old).sum(1, keepdim=True) / lengths).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp().detach()  # (B, 1)
-    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)]: the value of s_i, the gradient of token t alone
+    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)], sg: stop-gradient; the value of s_i, token t's gradient
     token_ratio = ratio * (new - new.detach()).exp()  # (B, T)
     # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
     unclipped, clipped = token_ratio * advantages, token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    objective = torch.where(unclipped <= clipped, unclipped, clipped).sum(1, keepdim=True) / lengths
+    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T); 0 where masked, since A_it is
+    objective = objective.sum(1, keepdim=True) / lengths  # (B, 1)
     loss = -objective.sum() / count
     return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
 
 
 def _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=False):
     """Checks shapes, sets to 0 what the mask leaves out. Advantages become (B, 1) or (B, T), lengths are (B, 1)."""
-    shapes = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
-    if len(shapes[0]) != 2 or shapes != [shapes[0]] * 3 + [shapes[0][: 1 + per_token]]:
+    shape, *others = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
+    if len(shape) != 2 or others != [shape, shape, shape if per_token else shape[:1]]:
         form = "(B, T)" if per_token else "(B,)"
-        raise ValueError(f"logprobs, old_logprobs, mask must be (B, T), advantages {form}, not {shapes}")
+        raise ValueError(f"logprobs, old_logprobs, mask must be (B, T), advantages {form}, not {[shape, *others]}")
     # float32 or better: 1 + 3e-4 does not exist in bfloat16. `where` comes before any arithmetic, since inf * 0 is nan.
     dtype, mask = torch.promote_types(logprobs.dtype, torch.float32), mask.bool()
     filled, lengths = mask.any(1, keepdim=True), mask.sum(1, keepdim=True).clamp(min=1)
@@ -121,7 +122,7 @@ if __name__ == "__main__":  # a group of five responses of four tokens; an updat
     old_logprobs, mask = -torch.ones(5, 4), torch.ones(5, 4)
     logprobs = (old_logprobs + moves).requires_grad_()
     gspo_loss(logprobs, old_logprobs, advantages, mask)[0].backward()
-    weights = 0 - 5 * 4 * logprobs.grad  # of each token's gradient, without the minus and the two means of the loss
+    weights = 0 - 5 * 4 * logprobs.grad  # undoes the loss's minus and its means over 5 responses and 4 tokens
     a, w, s = advantages[:, None], moves.exp(), moves.mean(1, keepdim=True).exp()
     token_level = torch.where((a > 0) & (w > 1.27) | (a < 0) & (w < 0.8), 0, a * w)
     print("     A | token ratios w              | GRPO: w A, 0 if clipped     |      s | GSPO: s A, 0 if clipped")

@@ -97,7 +97,7 @@ class Attention(nn.Module):
     def forward(self, x, rotations, shape, read=None, cache=None):
         """Whole rows, each token seeing itself and those before it. x: (B, T, C), or (N, C) with `read`; shape: (B, T).
 
-        cache: keys and values, (2, G*B, J, S, D), to be filled from slot 0, each row for the G samples of its group.
+        cache: (2, rows, J, S, D), to be filled with keys and values from slot 0, for all samples of each prompt.
         """
         q, k, v = self.project(x, rotations)
         if read is not None:  # back to their places in the rows, with zeros for what was not read
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, rotations)
         rows, (keys, values) = torch.arange(len(x), device=x.device), cache
         keys[rows, :, positions], values[rows, :, positions] = k, v
-        # The H/J query heads of a key head stand where query positions would, so no key is copied for them. In plain
+        # Query heads that share a key head are batched as if they were positions, so that no key is copied. In plain
         # operators, since the fused kernel takes twice as long for so few queries per key.
         q = q.unflatten(1, (self.kv_heads, -1)) * self.head_size**-0.5  # (B, J, H/J, D)
         scores = q @ keys[:, :, : visible.size(1)].transpose(2, 3)  # (B, J, H/J, S)
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
     def features(self, tokens, *, routes=None, read=None, cache=None):
         """Whole rows: hidden states (B, T, C), routes taken (L, B, T, K), the router's probabilities (L, B, T, E).
 
-        read: (N,), the places of B*T to compute, the first ones of each row. Outputs then have N for B, T.
+        read: (N,), which of the B*T tokens to compute: the leading ones of each row. Outputs then have N for B, T.
         cache: a `KVCache` to fill. routes, and what is raised: as in `forward`.
         """
         (b, t), config = tokens.shape, self.config
@@ -254,12 +254,12 @@ def score(model, tokens, spans, *, temperature=1.0, routes=None):
     return F.pad(logprobs, (1, 0)), probs, read
 
 
-def split_by_length(lengths, tokens):
-    """Split rows, given their lengths, into chunks of similar length and about equal work, of some `tokens` each.
+def split_by_length(lengths, budget):
+    """Split rows, given their lengths, into chunks of similar length and about equal work, some `budget` tokens each.
 
     That keeps padding small; only attention computes on it. Returns lists of row numbers.
     """
-    parts = max(1, round(sum(lengths) / tokens))
+    parts = max(1, round(sum(lengths) / budget))
     chunks, done = [[] for _ in range(parts)], 0
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
         chunks[done * parts // sum(lengths)].append(row)

@@ -9,7 +9,7 @@ rounding could pick another expert.
 Letters: N tokens, C model width, F expert width, E experts, K experts per token.
 
 Routing replay (section 5.3 of arXiv 2507.18071): the experts to use are given, as the sampler recorded them. Only the
-choice is replayed. The gates come from the current router, so it still gets a gradient.
+choice is replayed. The weights come from the current router, so it still gets a gradient.
 
 To copy: this file needs nothing but torch. To see routing and replay on eight tokens: `python moe.py`.
 """
@@ -20,7 +20,7 @@ from torch import nn
 
 
 class MoE(nn.Module):
-    """Top-k routed SwiGLU experts: y = sum_k gate_k * W_out[e_k] (silu(W_gate[e_k] x) * (W_up[e_k] x))."""
+    """Top-k routed SwiGLU experts: y = sum_k weight_k * W_out[e_k] (silu(W_gate[e_k] x) * (W_up[e_k] x))."""
 
     def __init__(self, width, experts, experts_per_token, expert_width):
         super().__init__()
@@ -38,28 +38,28 @@ class MoE(nn.Module):
             logits = F.linear(x.float(), self.router.float())  # (..., E)
         probs = logits.softmax(-1)
         routes = probs.topk(self.experts_per_token).indices if routes is None else routes.long()
-        # The chosen probabilities, made to sum to 1: the softmax of the chosen logits, which is never 0/0 under replay.
-        gates = logits.gather(-1, routes).softmax(-1)  # (..., K)
+        # Softmax of the chosen logits: the chosen probabilities, scaled to sum to 1, even if all are 0 (under replay).
+        weights = logits.gather(-1, routes).softmax(-1)  # (..., K)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
         run = grouped_experts if can_group(routes.numel(), w_in, w_out) else all_experts
-        y = run(x.flatten(0, -2).to(dtype), routes.flatten(0, -2), gates.flatten(0, -2).to(dtype), w_in, w_out)
+        y = run(x.flatten(0, -2).to(dtype), routes.flatten(0, -2), weights.flatten(0, -2).to(dtype), w_in, w_out)
         return y.view(x.shape), routes, probs
 
 
-def all_experts(x, routes, gates, w_in, w_out):
-    """Every expert on every token, weighted by its gate, which is 0 where the token did not choose it.
+def all_experts(x, routes, weights, w_in, w_out):
+    """Every expert on every token, times its weight, which is 0 where the token did not choose it.
 
-    x: (N, C); routes, gates: (N, K); w_in: (E, C, 2F); w_out: (E, F, C). Returns (N, C). E/K times the work needed, but
-    on any device, in any dtype, without a wait: the readable twin of `grouped_experts`, and its fallback.
+    x: (N, C); routes, weights: (N, K); w_in: (E, C, 2F); w_out: (E, F, C). Returns (N, C). E/K times the work needed,
+    but on any device, in any dtype, without a wait for the GPU: the readable twin of `grouped_experts`.
     """
-    weights = x.new_zeros(len(x), len(w_in)).scatter_add(1, routes, gates)  # (N, E)
+    dense = x.new_zeros(len(x), len(w_in)).scatter_add(1, routes, weights)  # (N, E)
     gate, up = (x @ w_in).chunk(2, dim=-1)  # (E, N, F) each
     y = (F.silu(gate) * up) @ w_out  # (E, N, C)
-    return (weights.T[..., None] * y).sum(0)
+    return (dense.T[..., None] * y).sum(0)
 
 
-def grouped_experts(x, routes, gates, w_in, w_out):
+def grouped_experts(x, routes, weights, w_in, w_out):
     """The same by sorting: rows of one expert become neighbours, and two grouped matrix products do all experts.
 
     experts of 3 tokens, K = 2:  2 0 | 1 2 | 0 1   sorted:  0 0 | 1 1 | 2 2   of the tokens  0 2 | 1 2 | 0 1
@@ -71,12 +71,12 @@ def grouped_experts(x, routes, gates, w_in, w_out):
     ends = torch.searchsorted(experts, torch.arange(len(w_in), device=x.device), right=True, out_int32=True)
     gate, up = F.grouped_mm(x.index_select(0, token), w_in, offs=ends).chunk(2, dim=-1)  # (N*K, F) each
     y = F.grouped_mm(F.silu(gate) * up, w_out, offs=ends)  # (N*K, C)
-    y = y * gates.flatten().index_select(0, order)[:, None]
+    y = y * weights.flatten().index_select(0, order)[:, None]
     return torch.zeros_like(x).index_add(0, token, y)
 
 
 def routing_change(probs, routes):
-    """(count of the router's choices by now that the sampler did not make, count of all choices): (2,).
+    """(2,): how many of the router's choices, as it is now, the sampler had not made; and how many there are.
 
     probs: (L, N, E), the router's now; routes: (L, N, K), the sampler's. Under replay the changes are not acted on.
     """
@@ -121,8 +121,8 @@ if __name__ == "__main__":
     _, sampled, probs = layer(x)
     layer.router.data += 0.1 * torch.randn(8, 16)  # as training would move it
     _, routed, moved = layer(x)
-    _, replayed, _ = layer(x, sampled)  # the same choice, gates of the router as it is now
-    print("experts and gates\ntoken | as sampled       | router moved     | moved, replayed")
+    _, replayed, _ = layer(x, sampled)  # the same choice, weighted by the router as it is now
+    print("experts and their weights\ntoken | as sampled       | router moved     | moved, replayed")
     for token in range(8):
         runs = (sampled, probs), (routed, moved), (replayed, moved)
         experts_and_probs = [(routes[token].sort().values, p[token]) for routes, p in runs]

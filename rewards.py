@@ -218,7 +218,7 @@ class Problem:
     numbers: tuple  # those in the prompt; their count is the measure of difficulty
     steps: str = ""  # the reasoning that leads to the solution
     solution: str = ""  # what the model is to answer: a number, or the expression that reaches a countdown's target
-    guess: str = ""  # what is blurted out without reasoning: in a countdown, any expression
+    guess: str = ""  # what is answered without reasoning: in a sum the right number, in a countdown any expression
 
     @property
     def held_out(self):
@@ -283,7 +283,7 @@ def reward(problem, completions):
 
 
 def worked_solution(problem, *, think):
-    """What the warm start imitates: an answer blurted out, or the steps that lead to the right one and then that."""
+    """What the warm start imitates: only an answer, or the steps that lead to the right one and then that."""
     if not problem.solution:
         raise ValueError(f"no solution of {problem.prompt!r} is known")
     if not think:

@@ -98,15 +98,15 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     x, prompt_routes, _ = model.features(padded, cache=cache)
     out = empty_rollout(padded.repeat_interleave(group, 0), prompt_routes.repeat_interleave(group, 1), slots, pad)
 
-    # Decode: one token per row and turn. `row` says which row of the output stands at each place of the batch.
+    # Decode: one token per row and turn. row[i] is the row of the output that place i of the batch writes.
     noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
     row, ends = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
     position = ends.repeat_interleave(group)  # (B,): where the next token goes
     x = x[torch.arange(len(prompts), device=device), ends - 1].repeat_interleave(group, dim=0)  # (B, C)
     for step in range(max_new_tokens):
-        token, logprob, nats = choose(model.head(x), noise[row, step], temperature)
+        token, logprob, entropy = choose(model.head(x), noise[row, step], temperature)
         out.tokens[row, position], out.mask[row, position] = token, True
-        out.logprobs[row, position], out.entropy[row, position] = logprob, nats
+        out.logprobs[row, position], out.entropy[row, position] = logprob, entropy
         ended = ended_places(token)
         if len(ended) == len(row) or step == max_new_tokens - 1:
             break
@@ -173,7 +173,7 @@ def choose(logits, noise, temperature):
     probs = logprobs.exp()
     if temperature == 0:
         token = logprobs.argmax(-1)
-    else:  # inverse transform: the first token whose cumulated probability reaches the noise; its own is > 0
+    else:  # inverse transform: the first token whose cumulated probability reaches the noise, which is > 0
         cumulated = probs.cumsum(-1)
         token = (cumulated < noise[:, None] * cumulated[:, -1:]).sum(-1)
     return token, logprobs.gather(-1, token[:, None])[:, 0], -(probs * logprobs).sum(-1)

@@ -8,7 +8,7 @@
     python train.py --resume out/tiny-chain-sum-seed0      go on after an interruption, bit for bit
     torchrun --nproc_per_node=2 train.py                   the same run on two processes
 
-First the model imitates worked solutions. Then each learner, at each step (`rl_step`),
+First the model imitates worked solutions (the warm start). Then each learner, at each step (`rl_step`),
   1. samples G responses to each of P problems with its own policy;
   2. has them verified: reward 1 for a right answer, 0 for a wrong one;
   3. compares each reward with those of its group: advantages;
@@ -16,7 +16,7 @@ First the model imitates worked solutions. Then each learner, at each step (`rl_
      policy is no longer the one that sampled, so the importance ratio matters: per sequence in GSPO, per token in GRPO.
 
 Every random draw is a function of (seed, purpose, step, row) and of nothing else. That is why the learners can share
-problems and noise, why a resumed run needs no random state, and why two processes do what one does.
+problems and noise, why a resumed run needs no random state, and why two processes draw what one does.
 
 Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens, L layers, K experts per token.
 """
@@ -129,7 +129,10 @@ class Settings(argparse.Namespace):
             raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
         if len(set(self.learners)) < len(self.learners):
             raise ValueError("--learners names one twice")
-        if 1 + 3 * max(self.terms.stop, 6) + self.max_new_tokens > self.model_config.context:
+        longest_prompt = 1 + 3 * max(
+            self.terms.stop, 6
+        )  # <bos>, two digits and a sign per number; a countdown's target
+        if longest_prompt + self.max_new_tokens > self.model_config.context:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens} does not fit the context, {ModelConfig.context}")
 
 
@@ -142,7 +145,7 @@ def parse_settings(argv):
         raise UserError(f"--resume takes the settings of the run it continues: leave out {min(typed)}")
     try:
         argv = as_flags(harness.read_settings(Path(folder))) if folder else argv
-        asked = parser.parse_args(argv)
+        asked = parser.parse_args(argv)  # twice: which preset, then what is not given is the preset's
         defaults = PRESETS[asked.preset] | OF_TASK[asked.task]
         on_gpu = torch.cuda.is_available() and asked.device in ("auto", "cuda")
         if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
@@ -213,7 +216,7 @@ def problems_of(settings, step):
 
 
 def worked_solutions(settings, step):
-    """(token lists, prompt lengths) of one batch: some think before they answer, most blurt the answer out."""
+    """(token lists, prompt lengths) of one batch: some think before they answer, most only answer."""
     draw, solutions, prompt_lengths = rng(settings, "warm", step), [], []
     for _ in range(settings.warm_batch):
         problem = random_problem(settings, draw)
@@ -247,6 +250,7 @@ def imitate(learner, settings, step, device):
         loss += chunk_loss
         for p, g in zip(parameters, gradients):
             p.grad = g if p.grad is None else p.grad + g
+    # the rate rises over 100 steps and falls to a tenth at the end
     lr = settings.warm_lr * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / settings.warm_steps)
     learner.step(lr, all_reduce(loss))
     return loss, sum(lengths)
@@ -342,14 +346,17 @@ def recompute(learner, rollout, settings):
     return all_reduce(old_logprobs)
 
 
-def update(learner, rollout, old_logprobs, advantages, rows, size, settings, step):
-    """One optimizer step on the rows of a minibatch of `size`, chunk by chunk. Returns what is measured of it."""
+def update(learner, rollout, old_logprobs, advantages, rows, num_sequences, settings, step):
+    """One optimizer step on those rows of a minibatch that have an advantage, chunk by chunk. Returns its metrics.
+
+    num_sequences: how many rows the whole minibatch has; the loss is divided by it.
+    """
     new_logprobs, loss = torch.zeros_like(old_logprobs), torch.zeros((), device=old_logprobs.device)
     changed = torch.zeros(2, device=old_logprobs.device)
     for chunk, width in chunks_of(rollout, rows, settings):
         logprobs, changed_here = trainer_logprobs(learner, rollout, chunk, width, settings)
         old, mask = old_logprobs[chunk, :width], rollout.mask[chunk, :width]
-        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=size)
+        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=num_sequences)
         chunk_loss.backward()
         loss += chunk_loss.detach()
         new_logprobs[chunk, :width] = logprobs.detach()
@@ -367,11 +374,10 @@ def measure(rollout, rewards, advantages, updates, settings):
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
     routed = mask[:, :-1] & mask[:, 1:]  # a response's last token never goes through the network
     load = torch.stack([expert_load(r[:, :-1][routed], settings.experts) for r in rollout.routes])  # (L, E)
-    of_updates = {}
+    reduce, of_updates = {"ratio_min": torch.min, "ratio_max": torch.max}, {}
     for name in UPDATE_METRICS:
         values = torch.tensor([float(metrics[name]) for metrics in updates] or [float("nan")])
-        over_updates = {"ratio_min": torch.min, "ratio_max": torch.max}.get(name, torch.mean)
-        of_updates[name] = float(over_updates(values))
+        of_updates[name] = float(reduce.get(name, torch.mean)(values))
     return {
         "reward": float(rewards.nanmean()),
         "accuracy": float((rewards == 1).float().mean()),
@@ -394,13 +400,13 @@ def rl_step(learner, problems, settings, step, device):
     advantages = group_advantages(rewards, settings.group)
     # In a group all right or all wrong, advantages and gradients are 0: its responses are left out of the updates. The
     # loss is still divided by the count of all.
-    informative = {row for row, advantage in enumerate(advantages.tolist()) if advantage != 0}
+    informative = (advantages != 0).tolist()
     advantages, updates = advantages.to(device), []
     old_logprobs = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
     try:
         check_finite(logprobs=old_logprobs)
         for minibatch in random_minibatches(settings, step):
-            if rows := [row for row in minibatch if row in informative]:
+            if rows := [row for row in minibatch if informative[row]]:
                 updates.append(update(learner, rollout, old_logprobs, advantages, rows, len(minibatch), settings, step))
         check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
     except FloatingPointError as error:  # save what led to it, beside the last good state
@@ -459,7 +465,7 @@ def held_out_problems(settings):
     problems = []
     for terms in settings.terms:
         draw, found = random.Random(f"evaluation/{terms}"), {}
-        for _ in range(20 * settings.eval_problems):  # of sums of two digits, only some 25 are held out
+        for _ in range(20 * settings.eval_problems):  # of sums of two numbers, only some 25 are held out
             problem = make_problem(settings.task, terms, draw, largest=settings.largest, held_out=True)
             found.setdefault(problem.prompt, problem)
         problems += list(found.values())[: settings.eval_problems]
@@ -485,7 +491,7 @@ def evaluate(model, settings, device):
 
 
 def accuracy(results, name):
-    """Over the problems of three and more numbers: sums of two are learnt by heart."""
+    """Over the problems of three and more numbers: sums of two are nearly solved before RL."""
     results = [r for r in results if r["terms"] >= 3] or results
     return sum(r[name] * r["problems"] for r in results) / sum(r["problems"] for r in results)
 
