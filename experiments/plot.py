@@ -141,7 +141,7 @@ def seeds_tables():
     rows = load("seeds")
     arms = {arm: values(rows, arm=arm) for arm in distinct(rows, "arm")}
     gspo, grpo, narrow, otherwise = arms.values()
-    both = {seed: (gspo[seed] + otherwise[seed]) / 2 for seed in gspo}
+    both = {seed: (gspo[seed] + otherwise[seed]) / 2 for seed in gspo.keys() & otherwise.keys()}
     yield table(["at 8e-4, 20 seeds", "accuracy after"], [[arm, spread(by_seed)] for arm, by_seed in arms.items()])
     lines = [
         ["gspo − grpo", difference(gspo, grpo)],

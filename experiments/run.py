@@ -70,9 +70,10 @@ SWEEPS = {
     "edge": [arm(name, learner, lr, window) for lr in EDGE_RATES for name, learner, window in EDGE_ARMS],
     # Does anything break slowly, just inside the edge?
     "slow": [arm(name, learner, 4e-4, window, steps=180) for name, learner, window in EDGE_ARMS[:2]],
-    # How far apart are they at the edge? More seeds; and GSPO's own gradient, rounded otherwise, as the control.
-    "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS[:3]]
-    + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")],
+    # Twenty seeds where five mislead; and GSPO's own gradient, rounded otherwise, as the control.
+    "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS]
+    + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")]
+    + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]],
     # The ratio's unit, or the clip's?
     "unit": [
         arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
