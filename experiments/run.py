@@ -61,6 +61,14 @@ EDGE_ARMS = (
     ("gspo+replay", "gspo+replay", GSPO),
     ("grpo+replay", "grpo+replay", GRPO),
 )
+
+
+def arm_of_updates(edge_arm, n, lr):
+    """With n updates per step, each on an nth of its responses; 4 is the default."""
+    name, learner, window = edge_arm
+    return arm(f"{name}, {n} updates", learner, lr, window, **({"flags": f"--minibatches {n}"} if n != 4 else {}))
+
+
 SWEEPS = {
     # Which window, for either objective, where the learning rate is too high? Which rate, at the default windows?
     "choose": [arm("gspo", "gspo", EDGE, scaled(GSPO, x)) for x in WIDTHS]
@@ -73,7 +81,8 @@ SWEEPS = {
     # Twenty seeds where five mislead; and GSPO's own gradient, rounded otherwise, as the control.
     "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS]
     + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")]
-    + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]],
+    + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]]
+    + [arm_of_updates(x, n, lr) for n, lr in ((8, 8e-4), (16, 4e-4)) for x in EDGE_ARMS[:2]],
     # The ratio's unit, or the clip's?
     "unit": [
         arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
@@ -101,12 +110,7 @@ SWEEPS = {
         )
     ],
     # How stale may the data be? One update on all responses of a step (the control: every ratio is 1), or up to 16.
-    "staleness": [
-        arm(f"{name}, {n} updates", name, lr, window, **({"flags": f"--minibatches {n}"} if n != 4 else {}))
-        for lr in EDGE_RATES[1:4]
-        for n in (1, 2, 4, 8, 16)
-        for name, _, window in EDGE_ARMS[:2]
-    ],
+    "staleness": [arm_of_updates(x, n, lr) for lr in EDGE_RATES[1:4] for n in (1, 2, 4, 8, 16) for x in EDGE_ARMS[:2]],
     # How precise must the sampler's log-probs be?
     "precision": [
         arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding)
