@@ -20,7 +20,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
 NEVER = 1e9  # as in run.py
-SHOWN = "tokens of wrong responses that lost e-fold"  # of what may tell stale regimes apart, in the figure
+SHOWN = "sd log w"  # of what may tell stale regimes apart, in the figure
 QUICK = False  # whether the rows of quick sweeps are asked for
 
 
@@ -91,17 +91,20 @@ def choose_tables():
     yield table(["default windows", "1e-4", "2e-4", "4e-4"], rates)
 
 
-def edge_rows():
-    """The rows of `edge`, and of `seeds` those that are more of the same runs."""
-    rows = load("edge")
-    known = {(r["arm"], r["lr"], r["seed"]) for r in rows}
-    arms = set(distinct(rows, "arm"))
-    more = [] if QUICK else load("seeds")
-    return rows + [r for r in more if r["arm"] in arms and (r["arm"], r["lr"], r["seed"]) not in known]
+def with_more_seeds(name):
+    """The rows of a sweep, and of `seeds` those that are more of the same runs."""
+
+    def work(row):
+        return tuple(row[column] for column in ("learner", "lr", "low", "high", "steps", "variant"))
+
+    rows = load(name)
+    arms, known = {work(r): r["arm"] for r in rows}, {(work(r), r["seed"]) for r in rows}
+    more = [] if QUICK else [r for r in load("seeds") if work(r) in arms and (work(r), r["seed"]) not in known]
+    return rows + [r | {"arm": arms[work(r)]} for r in more]
 
 
 def edge_tables():
-    rows = edge_rows()
+    rows = with_more_seeds("edge")
     arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
     lines = [[rate(lr), *(spread(values(rows, arm=arm, lr=lr)) for arm in arms)] for lr in rates]
     yield table(["learning rate", *arms], lines)
@@ -161,7 +164,13 @@ def seeds_tables():
         (1.2e-3, "grpo, narrow", "grpo"),
         (1.2e-3, "grpo, narrow", "gspo"),
         (8e-4, "gspo, 8 updates", "grpo, 8 updates"),
+        (8e-4, "grpo, narrow, 8 updates", "grpo, 8 updates"),
+        (8e-4, "grpo, narrow, 8 updates", "gspo, 8 updates"),
+        (8e-4, "grpo+replay, 8 updates", "grpo, 8 updates"),
+        (8e-4, "gspo+replay, 8 updates", "gspo, 8 updates"),
         (4e-4, "gspo, 16 updates", "grpo, 16 updates"),
+        (4e-4, "grpo, narrow, 16 updates", "grpo, 16 updates"),
+        (4e-4, "grpo, narrow, 16 updates", "gspo, 16 updates"),
     )
     parts = {"seeds 0 to 4": range(5), "seeds 5 to 19": range(5, 20), "all twenty": range(20)}
     for lr, a, b in pairs:
@@ -226,7 +235,7 @@ def why_tables():
 
 # What may tell the regimes apart: of GRPO's runs but for the share that GSPO clips; means over a step's updates.
 CANDIDATES = {
-    "updates per step": lambda g, r: np.log2(int(r["arm"].split()[1])),
+    "updates per step": lambda g, r: np.log2(int(r["arm"].split()[-2])),
     "learning rate": lambda g, r: float(r["lr"]),
     "sd log w": lambda g, r: float(r["mean_log_ratio_std"]),
     "tokens of wrong responses that lost e-fold": lambda g, r: float(r["mean_wrong_lost"]),
@@ -239,7 +248,7 @@ CANDIDATES = {
 
 def staleness_cells():
     """For each rate and number of updates: (rate, updates, {seed: row} of gspo, the same of grpo)."""
-    rows = load("staleness")
+    rows = with_more_seeds("staleness")
     for lr in distinct(rows, "lr", float):
         for n in (1, 2, 4, 8, 16):
             names = [f"{arm}, {n} updates" for arm in ("gspo", "grpo")]
@@ -266,10 +275,19 @@ def staleness_tables():
     for lr, n, gspo, grpo in staleness_cells():
         shown = [candidate(x, gspo, grpo) for x in ("sd log w", "tokens of wrong responses that lost e-fold")]
         cells = [f"{shown[0]:.3f}", f"{100 * shown[1]:.2f}%", f"{100 * candidate('clipped, gspo', gspo, grpo):.1f}%"]
-        lines.append([rate(lr), f"{n}", *(spread(of(x)) for x in (gspo, grpo)), difference(of(gspo), of(grpo)), *cells])
+        lines.append(
+            [
+                rate(lr),
+                f"{n}",
+                f"{len(gspo)}",
+                *(spread(of(x)) for x in (gspo, grpo)),
+                difference(of(gspo), of(grpo)),
+                *cells,
+            ]
+        )
         if n > 1:
             stale.append((gspo, grpo))
-    head = ["learning rate", "updates", "gspo", "grpo", "gspo − grpo", "sd log w, grpo", "lost, grpo", "clipped, gspo"]
+    head = ["rate", "updates", "seeds", "gspo", "grpo", "gspo − grpo", "sd log w, grpo", "lost, grpo", "clipped, gspo"]
     yield table(head, lines)
     gaps = [paired(of(gspo), of(grpo))[0] for gspo, grpo in stale]
     ranks = {x: rank_correlation([candidate(x, *cell) for cell in stale], gaps) for x in CANDIDATES}
@@ -443,7 +461,7 @@ def line_with_seeds(ax, x, by_seed, label, colour, **style):
 
 
 def edge_figure():
-    rows = edge_rows()
+    rows = with_more_seeds("edge")
     rates = distinct(rows, "lr", float)
     figure, ((left, right),) = axes(2)
     styles = {"gspo": "-", "grpo": "-", "grpo, narrow": "--", "gspo+replay": ":", "grpo+replay": ":"}
@@ -553,11 +571,11 @@ def staleness_figure():
     panels[0].legend(loc="lower left")
     for marker, lr in zip("os^", dict.fromkeys(cell[0] for cell in cells)):
         for _, n, gspo, grpo in (cell for cell in cells if cell[0] == lr and cell[1] > 1):
-            x, (y, low, high) = 100 * candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
+            x, (y, low, high) = candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
             last.errorbar([x], [y], [[y - low], [high - y]], fmt=marker, ms=4, capsize=2, color=COLOURS[2])
             last.annotate(str(n), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
     last.axhline(0, color="black", lw=1)
-    last.set(xscale="log", xlabel=f"{SHOWN}, %", title="gspo − grpo (number: updates)")
+    last.set(xscale="log", xlabel=f"{SHOWN}, grpo", title="gspo − grpo (number: updates)")
     return figure
 
 

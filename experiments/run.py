@@ -82,7 +82,8 @@ SWEEPS = {
     "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS]
     + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")]
     + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]]
-    + [arm_of_updates(x, n, lr) for n, lr in ((8, 8e-4), (16, 4e-4)) for x in EDGE_ARMS[:2]],
+    + [arm_of_updates(x, 16, 4e-4) for x in EDGE_ARMS[:3]]
+    + [arm_of_updates(x, 8, EDGE) for x in EDGE_ARMS],
     # The ratio's unit, or the clip's?
     "unit": [
         arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
