@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
 NEVER = 1e9  # as in run.py
 SHOWN = "sd log w"  # of what may tell stale regimes apart, in the figure
+EDGE_PANELS = (2e-4, 4e-4, 8e-4)  # rates at which the number of updates was varied
 QUICK = False  # whether the rows of quick sweeps are asked for
 
 
@@ -249,11 +250,15 @@ CANDIDATES = {
 def staleness_cells():
     """For each rate and number of updates: (rate, updates, {seed: row} of gspo, the same of grpo)."""
     rows = with_more_seeds("staleness")
-    for lr in distinct(rows, "lr", float):
+    rates = distinct(rows, "lr", float)
+    others = [r for r in with_more_seeds("edge") if r["arm"] in ("gspo", "grpo") and float(r["lr"]) not in rates]
+    rows += [r | {"arm": f"{r['arm']}, 4 updates"} for r in others]
+    for lr in sorted(distinct(rows, "lr", float)):
         for n in (1, 2, 4, 8, 16):
             names = [f"{arm}, {n} updates" for arm in ("gspo", "grpo")]
             by_arm = [{int(r["seed"]): r for r in rows if r["arm"] == x and float(r["lr"]) == lr} for x in names]
-            yield lr, n, *by_arm
+            if all(by_arm):
+                yield lr, n, *by_arm
 
 
 def of(by_seed, column="after"):
@@ -559,23 +564,25 @@ def why_figure():
 def staleness_figure():
     cells = list(staleness_cells())
     figure, ((*panels, last),) = axes(4, 13, 3.4)
-    for ax, lr in zip(panels, dict.fromkeys(cell[0] for cell in cells)):
+    for ax, lr in zip(panels, EDGE_PANELS):
         here = [cell for cell in cells if cell[0] == lr]
         counts = [n for _, n, _, _ in here]
         for arm, by_cell, colour in (("gspo", [c[2] for c in here], 0), ("grpo", [c[3] for c in here], 1)):
             line_with_seeds(ax, counts, [of(by_seed) for by_seed in by_cell], arm, COLOURS[colour])
+        before = mean(of(here[0][2], "before"))
+        ax.axhline(before, color="grey", lw=1)
+        ax.annotate("before RL", (1, before), xytext=(0, -12), textcoords="offset points", color="grey", fontsize=8)
         ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=f"learning rate {rate(lr)}")
         ax.set_xticks(counts, map(str, counts))
         ax.minorticks_off()
     panels[0].set(ylabel="held-out accuracy")
     panels[0].legend(loc="lower left")
-    for marker, lr in zip("os^", dict.fromkeys(cell[0] for cell in cells)):
-        for _, n, gspo, grpo in (cell for cell in cells if cell[0] == lr and cell[1] > 1):
-            x, (y, low, high) = candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
-            last.errorbar([x], [y], [[y - low], [high - y]], fmt=marker, ms=4, capsize=2, color=COLOURS[2])
-            last.annotate(str(n), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    for _, n, gspo, grpo in (cell for cell in cells if cell[1] > 1):
+        x, (y, low, high) = candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
+        last.errorbar([x], [y], [[y - low], [high - y]], fmt="o", ms=4, capsize=2, color=COLOURS[2])
+        last.annotate(str(n), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
     last.axhline(0, color="black", lw=1)
-    last.set(xscale="log", xlabel=f"{SHOWN}, grpo", title="gspo − grpo (number: updates)")
+    last.set(xscale="log", xlabel="spread of the token ratios (sd log w, grpo)", title="gspo − grpo (number: updates)")
     return figure
 
 
