@@ -170,8 +170,7 @@ def seeds_tables():
         (8e-4, "grpo+replay, 8 updates", "grpo, 8 updates"),
         (8e-4, "gspo+replay, 8 updates", "gspo, 8 updates"),
         (4e-4, "gspo, 16 updates", "grpo, 16 updates"),
-        (4e-4, "grpo, narrow, 16 updates", "grpo, 16 updates"),
-        (4e-4, "grpo, narrow, 16 updates", "gspo, 16 updates"),
+        (8e-4, "gspo, longer", "grpo, longer"),
     )
     parts = {"seeds 0 to 4": range(5), "seeds 5 to 19": range(5, 20), "all twenty": range(20)}
     for lr, a, b in pairs:
@@ -322,14 +321,15 @@ def precision_tables():
 
 
 def longer_tables():
-    rows = load("longer")
+    rows = with_more_seeds("longer")
     arms, rates = distinct(rows, "arm"), distinct(rows, "lr", float)
     lines = []
     for lr in rates:
         by_arm = [values(rows, arm=arm, lr=lr) for arm in arms]
-        length = mean(values(rows, "late_length", arm="gspo", lr=lr))
-        lines.append([rate(lr), f"{length:.0f}", *map(spread, by_arm), difference(*by_arm[:2])])
-    yield table(["learning rate", "tokens at the end", *arms, "gspo − grpo"], lines)
+        length, sd = (mean(values(rows, x, arm="grpo", lr=lr)) for x in ("late_length", "mean_log_ratio_std"))
+        cells = [f"{mean(values(rows, 'before', arm='grpo', lr=lr)):.3f}", *map(spread, by_arm)]
+        lines.append([rate(lr), f"{length:.0f}", f"{sd:.3f}", *cells, difference(*by_arm[:2])])
+    yield table(["rate", "tokens at the end", "sd log w, grpo", "before", *arms, "gspo − grpo"], lines)
 
 
 def countdown_tables():
@@ -656,7 +656,7 @@ def cosine_figure():
 
 
 def longer_figure():
-    rows = load("longer")
+    rows = with_more_seeds("longer")
     figure, ((ax,),) = axes(1, 6)
     rates = distinct(rows, "lr", float)
     for i, arm in enumerate(distinct(rows, "arm")):

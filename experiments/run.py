@@ -39,6 +39,7 @@ NOT_FINITE = 3  # exit status of a run that ended in nan
 # The windows of the default run, and GRPO's best at the edge, as `choose` found (GSPO's best is its default).
 GSPO, GRPO, NARROW = (3e-3, 4e-3), (0.2, 0.27), (0.006, 0.0081)
 TUNED, EDGE = 2e-4, 8e-4
+LONGER = "--max-terms 10 --max-new-tokens 96"
 
 
 def arm(name, learner, lr, window, steps=36, **variant):
@@ -82,8 +83,9 @@ SWEEPS = {
     "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS]
     + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")]
     + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]]
-    + [arm_of_updates(x, 16, 4e-4) for x in EDGE_ARMS[:3]]
-    + [arm_of_updates(x, 8, EDGE) for x in EDGE_ARMS],
+    + [arm_of_updates(x, 16, 4e-4) for x in EDGE_ARMS[:2]]
+    + [arm_of_updates(x, 8, EDGE) for x in EDGE_ARMS]
+    + [arm(f"{name}, longer", learner, EDGE, window, world=LONGER) for name, learner, window in EDGE_ARMS[:2]],
     # The ratio's unit, or the clip's?
     "unit": [
         arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
@@ -134,9 +136,7 @@ SWEEPS = {
     ],
     # Does the picture hold when responses are longer?
     "longer": [
-        arm(name, learner, lr, window, world="--max-terms 10 --max-new-tokens 96")
-        for lr in (TUNED, EDGE)
-        for name, learner, window in EDGE_ARMS[:3]
+        arm(name, learner, lr, window, world=LONGER) for lr in (TUNED, EDGE) for name, learner, window in EDGE_ARMS[:3]
     ],
     # Does search pay?
     "countdown": [
