@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout  # torch itself requires it
+from torch.nn.utils import parameters_to_vector
 from tqdm import tqdm
 
 STATE_FORMAT = 3
@@ -259,7 +260,7 @@ def save_state(folder, phase, step, learners, **more):
     """All that a resumed run needs, in one file: no crash can leave weights of one step beside records of another."""
     states = {}
     for x in learners:
-        check_finite(weights=torch.cat([p.flatten() for p in x.model.parameters()]))
+        check_finite(weights=parameters_to_vector(x.model.parameters()))
         weights, optimizer = x.model.state_dict(), x.optimizer.state_dict()
         states[x.name] = {"weights": weights, "optimizer": optimizer, "history": x.history}
     save(folder / "state.pt", {"format": STATE_FORMAT, "phase": phase, "step": step, "learners": states, **more})

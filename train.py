@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import harness
 from grpo import group_advantages, grpo_loss
@@ -129,9 +130,8 @@ class Settings(argparse.Namespace):
             raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
         if len(set(self.learners)) < len(self.learners):
             raise ValueError("--learners names one twice")
-        longest_prompt = 1 + 3 * max(
-            self.terms.stop, 6
-        )  # <bos>, two digits and a sign per number; a countdown's target
+        # <bos>, at most two digits and a sign for each number, and the target of a countdown
+        longest_prompt = 1 + 3 * max(self.terms.stop, 6)
         if longest_prompt + self.max_new_tokens > self.model_config.context:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens} does not fit the context, {ModelConfig.context}")
 
@@ -408,7 +408,7 @@ def rl_step(learner, problems, settings, step, device):
         for minibatch in random_minibatches(settings, step):
             if rows := [row for row in minibatch if informative[row]]:
                 updates.append(update(learner, rollout, old_logprobs, advantages, rows, len(minibatch), settings, step))
-        check_finite(weights=torch.cat([p.flatten() for p in learner.model.parameters()]))
+        check_finite(weights=parameters_to_vector(learner.model.parameters()))
     except FloatingPointError as error:  # save what led to it, beside the last good state
         path = settings.folder / f"not-finite-{learner.name}.pt"
         batch = {"tokens": rollout.tokens, "mask": rollout.mask, "old_logprobs": old_logprobs, "advantages": advantages}

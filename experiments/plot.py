@@ -13,6 +13,7 @@ only numpy.
 
 import csv
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,6 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#CC79A7", "#000000")  # Okabe and Ito: for all eyes
 NEVER = 1e9  # as in run.py
-SHOWN = "sd log w"  # of what may tell stale regimes apart, in the figure
-EDGE_PANELS = (2e-4, 4e-4, 8e-4)  # rates at which the number of updates was varied
 QUICK = False  # whether the rows of quick sweeps are asked for
 
 
@@ -95,7 +94,7 @@ def choose_tables():
 def with_more_seeds(name):
     """The rows of a sweep, and of `seeds` those that are more of the same runs."""
 
-    def work(row):
+    def work(row):  # what was run, as in run.py, but for the seed
         return tuple(row[column] for column in ("learner", "lr", "low", "high", "steps", "variant"))
 
     rows = load(name)
@@ -199,12 +198,8 @@ def unit_tables():
     for arm, unit in (("gspo", "sequence"), ("grpo, narrow", "token")):
         again = difference(of(unit, unit), values(edge, arm=arm, lr=8e-4))
         lines.append([f"control: {unit} ratio, {unit} clip − {arm}, the same gradient rounded otherwise", again])
-    lines.append(
-        [
-            "control: sequence ratio, sequence clip − grpo",
-            difference(of("sequence", "sequence"), values(edge, arm="grpo", lr=8e-4)),
-        ]
-    )
+    against_grpo = difference(of("sequence", "sequence"), values(edge, arm="grpo", lr=8e-4))
+    lines.append(["control: sequence ratio, sequence clip − grpo", against_grpo])
     yield table(["difference", "accuracy"], lines)
 
 
@@ -233,40 +228,30 @@ def why_tables():
     yield table(head, lines)
 
 
-# What may tell the regimes apart: of GRPO's runs but for the share that GSPO clips; means over a step's updates.
-CANDIDATES = {
-    "updates per step": lambda g, r: np.log2(int(r["arm"].split()[-2])),
-    "learning rate": lambda g, r: float(r["lr"]),
-    "sd log w": lambda g, r: float(r["mean_log_ratio_std"]),
-    "tokens of wrong responses that lost e-fold": lambda g, r: float(r["mean_wrong_lost"]),
-    "drift of wrong responses": lambda g, r: -float(r["mean_wrong_drift"]),
-    "gradient norm": lambda g, r: float(r["mean_grad_norm"]),
-    "clipped, gspo": lambda g, r: float(g["mean_clip_frac"]),
-    "accuracy after, grpo": lambda g, r: float(r["after"]),
+CANDIDATES = {  # what may tell the regimes apart: whose rows, which column
+    "learning rate": ("grpo", "lr"),
+    "sd log w": ("grpo", "mean_log_ratio_std"),
+    "tokens of wrong responses that lost e-fold": ("grpo", "mean_wrong_lost"),
+    "drift of wrong responses": ("grpo", "mean_wrong_drift"),
+    "gradient norm": ("grpo", "mean_grad_norm"),
+    "clipped, gspo": ("gspo", "mean_clip_frac"),
+    "accuracy after, grpo": ("grpo", "after"),
 }
 
 
 def staleness_cells():
-    """For each rate and number of updates: (rate, updates, {seed: row} of gspo, the same of grpo)."""
+    """For each rate and number of updates: (rate, updates, rows of gspo, rows of grpo, the means of CANDIDATES)."""
     rows = with_more_seeds("staleness")
     rates = distinct(rows, "lr", float)
     others = [r for r in with_more_seeds("edge") if r["arm"] in ("gspo", "grpo") and float(r["lr"]) not in rates]
     rows += [r | {"arm": f"{r['arm']}, 4 updates"} for r in others]
-    for lr in sorted(distinct(rows, "lr", float)):
-        for n in (1, 2, 4, 8, 16):
-            names = [f"{arm}, {n} updates" for arm in ("gspo", "grpo")]
-            by_arm = [{int(r["seed"]): r for r in rows if r["arm"] == x and float(r["lr"]) == lr} for x in names]
-            if all(by_arm):
-                yield lr, n, *by_arm
-
-
-def of(by_seed, column="after"):
-    return {seed: float(row[column]) for seed, row in by_seed.items()}
-
-
-def candidate(name, gspo, grpo):
-    """The mean over the seeds of one of CANDIDATES."""
-    return np.mean([CANDIDATES[name](gspo[seed], grpo[seed]) for seed in gspo.keys() & grpo.keys()])
+    for lr, n in product(sorted(distinct(rows, "lr", float)), (1, 2, 4, 8, 16)):
+        of = {
+            x: [r for r in rows if r["arm"] == f"{x}, {n} updates" and float(r["lr"]) == lr] for x in ("gspo", "grpo")
+        }
+        if of["gspo"]:
+            means = {name: mean(values(of[arm], column)) for name, (arm, column) in CANDIDATES.items()}
+            yield lr, n, of["gspo"], of["grpo"], {"updates per step": n} | means
 
 
 def rank_correlation(x, y):
@@ -275,27 +260,20 @@ def rank_correlation(x, y):
 
 
 def staleness_tables():
-    lines, stale = [], []
-    for lr, n, gspo, grpo in staleness_cells():
-        shown = [candidate(x, gspo, grpo) for x in ("sd log w", "tokens of wrong responses that lost e-fold")]
-        cells = [f"{shown[0]:.3f}", f"{100 * shown[1]:.2f}%", f"{100 * candidate('clipped, gspo', gspo, grpo):.1f}%"]
-        lines.append(
-            [
-                rate(lr),
-                f"{n}",
-                f"{len(gspo)}",
-                *(spread(of(x)) for x in (gspo, grpo)),
-                difference(of(gspo), of(grpo)),
-                *cells,
-            ]
-        )
+    lines, gaps, candidates = [], [], []
+    for lr, n, *rows, means in staleness_cells():
+        gspo, grpo = map(values, rows)
+        cells = [rate(lr), str(n), str(len(gspo)), spread(gspo), spread(grpo), difference(gspo, grpo)]
+        cells.append(f"{means['sd log w']:.3f}")
+        cells += [f"{100 * means['tokens of wrong responses that lost e-fold']:.2f}%"]
+        lines.append([*cells, f"{100 * means['clipped, gspo']:.1f}%"])
         if n > 1:
-            stale.append((gspo, grpo))
+            gaps.append(paired(gspo, grpo)[0])
+            candidates.append(means)
     head = ["rate", "updates", "seeds", "gspo", "grpo", "gspo − grpo", "sd log w, grpo", "lost, grpo", "clipped, gspo"]
     yield table(head, lines)
-    gaps = [paired(of(gspo), of(grpo))[0] for gspo, grpo in stale]
-    ranks = {x: rank_correlation([candidate(x, *cell) for cell in stale], gaps) for x in CANDIDATES}
-    lines = [[x, f"{ranks[x]:+.2f}"] for x in sorted(ranks, key=lambda x: -abs(ranks[x]))]
+    ranks = {name: rank_correlation([means[name] for means in candidates], gaps) for name in candidates[0]}
+    lines = [[name, f"{ranks[name]:+.2f}"] for name in sorted(ranks, key=lambda name: -abs(ranks[name]))]
     yield table(["over the cells with two and more updates", "rank correlation with gspo − grpo"], lines)
 
 
@@ -350,12 +328,8 @@ def mean_of(rows, column, **chosen):
 
 def routing_tables():
     rows = load("routing")
-    counts, settings = (
-        distinct(rows, "updates"),
-        [(lr, e) for lr in distinct(rows, "lr") for e in distinct(rows, "experts")],
-    )
-    changes, sizes = [], []
-    for lr, experts in settings:
+    counts, changes, sizes = distinct(rows, "updates"), [], []
+    for lr, experts in product(distinct(rows, "lr"), distinct(rows, "experts")):
         here = {"lr": lr, "experts": experts}
         cells = []
         for column in ("choices_changed", "tokens_changed"):
@@ -380,9 +354,8 @@ def ratio_tables():
     for lr in distinct(rows, "lr"):
         for length in distinct(rows, "length"):
             here = {"lr": lr, "length": length}
-            cells = [
-                f"{mean_of(rows, x, **here, updates=counts[-1]):.3g}" for x in ("mean_length", "sd_log_w", "sd_log_s")
-            ]
+            columns = ("mean_length", "sd_log_w", "sd_log_s")
+            cells = [f"{mean_of(rows, column, **here, updates=counts[-1]):.3g}" for column in columns]
             cells += [f"{mean_of(rows, 'coherence', **here, updates=n):.2f}" for n in counts]
             lines.append([rate(lr), length, *cells])
     head = ["rate", "length", "mean", f"sd log w after {counts[-1]} updates", "sd log s"]
@@ -564,12 +537,12 @@ def why_figure():
 def staleness_figure():
     cells = list(staleness_cells())
     figure, ((*panels, last),) = axes(4, 13, 3.4)
-    for ax, lr in zip(panels, EDGE_PANELS):
+    for ax, lr in zip(panels, (2e-4, 4e-4, 8e-4)):
         here = [cell for cell in cells if cell[0] == lr]
-        counts = [n for _, n, _, _ in here]
-        for arm, by_cell, colour in (("gspo", [c[2] for c in here], 0), ("grpo", [c[3] for c in here], 1)):
-            line_with_seeds(ax, counts, [of(by_seed) for by_seed in by_cell], arm, COLOURS[colour])
-        before = mean(of(here[0][2], "before"))
+        counts = [n for _, n, *_ in here]
+        for arm, colour, place in (("gspo", 0, 2), ("grpo", 1, 3)):
+            line_with_seeds(ax, counts, [values(cell[place]) for cell in here], arm, COLOURS[colour])
+        before = mean(values(here[0][2], "before"))
         ax.axhline(before, color="grey", lw=1)
         ax.annotate("before RL", (1, before), xytext=(0, -12), textcoords="offset points", color="grey", fontsize=8)
         ax.set(xscale="log", xlabel="updates per step", ylim=(0, 1), title=f"learning rate {rate(lr)}")
@@ -577,8 +550,8 @@ def staleness_figure():
         ax.minorticks_off()
     panels[0].set(ylabel="held-out accuracy")
     panels[0].legend(loc="lower left")
-    for _, n, gspo, grpo in (cell for cell in cells if cell[1] > 1):
-        x, (y, low, high) = candidate(SHOWN, gspo, grpo), paired(of(gspo), of(grpo))
+    for _, n, gspo, grpo, means in (cell for cell in cells if cell[1] > 1):
+        x, (y, low, high) = means["sd log w"], paired(values(gspo), values(grpo))
         last.errorbar([x], [y], [[y - low], [high - y]], fmt="o", ms=4, capsize=2, color=COLOURS[2])
         last.annotate(str(n), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
     last.axhline(0, color="black", lw=1)

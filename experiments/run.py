@@ -117,22 +117,15 @@ SWEEPS = {
     # How precise must the sampler's log-probs be?
     "precision": [
         arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding)
-        for lr in (TUNED, EDGE)
-        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
+        for lr, coarse in ((TUNED, (8, 5, 4)), (EDGE, (8,)))
+        for learner, _, window in EDGE_ARMS[:2]
         for sampler, old, rounding in (
             ("float32", "sampler", {}),
             ("bfloat16", "sampler", {"flags": "--sampler-dtype bfloat16"}),
             ("bfloat16", "recompute", {"flags": "--sampler-dtype bfloat16 --old-logprobs recompute"}),
-            ("8 bits", "sampler", {"bits": 8}),
-            ("8 bits", "recompute", {"bits": 8, "flags": "--old-logprobs recompute"}),
+            *((f"{bits} bits", "sampler", {"bits": bits}) for bits in coarse),
+            *((f"{bits} bits", "recompute", {"bits": bits, "flags": "--old-logprobs recompute"}) for bits in coarse),
         )
-    ]
-    # Where does it end? Coarser and coarser, at the tuned rate.
-    + [
-        arm(f"{learner}, {bits} bits, {old}", learner, TUNED, window, bits=bits, **flags)
-        for bits in (5, 4)
-        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
-        for old, flags in (("sampler", {}), ("recompute", {"flags": "--old-logprobs recompute"}))
     ],
     # Does the picture hold when responses are longer?
     "longer": [
