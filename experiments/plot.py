@@ -175,8 +175,9 @@ def seeds_tables():
     for lr, a, b in pairs:
         a_by_seed, b_by_seed = (values(rows, arm=arm, lr=lr) for arm in (a, b))
         cells = [difference({s: x for s, x in a_by_seed.items() if s in part}, b_by_seed) for part in parts.values()]
-        lines.append([rate(lr), f"{a} − {b}", *cells])
-    yield table(["rate", "", *parts], lines)
+        ahead = sum(a_by_seed[seed] > b_by_seed[seed] for seed in a_by_seed)
+        lines.append([rate(lr), f"{a} − {b}", *cells, f"{ahead} of {len(a_by_seed)}"])
+    yield table(["rate", "", *parts, "above 0"], lines)
 
 
 def unit_tables():
@@ -255,8 +256,9 @@ def staleness_cells():
 
 
 def rank_correlation(x, y):
-    """Spearman's."""
-    return np.corrcoef(np.argsort(np.argsort(x)), np.argsort(np.argsort(y)))[0, 1]
+    """Spearman's: of the ranks, where equal values share the mean of theirs."""
+    ranks = [(v[:, None] > v).sum(1) + (v[:, None] == v).sum(1) / 2 for v in (np.array(x), np.array(y))]
+    return np.corrcoef(*ranks)[0, 1]
 
 
 def staleness_tables():

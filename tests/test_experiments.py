@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import TINY, random_batch, window
@@ -80,6 +81,20 @@ def test_paired_differences():
     assert plot.paired(a, b) == (0.25, 0.25, 0.25)  # seed 3 has no partner
     mean, low, high = plot.paired({0: 0.0, 1: 1.0}, {0: 0.0, 1: 0.0})
     assert (mean, low, high) == (0.5, 0, 1)
+
+
+def test_an_interval_of_five_seeds_is_too_narrow():
+    """It holds the truth in 85% of cases, as is written: differences drawn from a normal distribution of mean 0."""
+    draws, none = np.random.default_rng(0).normal(size=(400, 5)), dict.fromkeys(range(5), 0.0)
+    intervals = [plot.paired(dict(enumerate(differences)), none)[1:] for differences in draws]
+    assert np.mean([low <= 0 <= high for low, high in intervals]) == pytest.approx(0.85, abs=0.03)
+
+
+def test_rank_correlation_shares_the_ranks_of_ties():
+    assert plot.rank_correlation([1, 2, 3, 9], [1, 4, 9, 81]) == pytest.approx(1)
+    # ranks 1.5 1.5 3.5 3.5 and 1 2 3 4: the sum of products is 4, the roots of 4 and 5 divide it
+    assert plot.rank_correlation([5, 5, 7, 7], [1, 2, 3, 4]) == pytest.approx(4 / 20**0.5)
+    assert plot.rank_correlation([7, 5, 7, 5], [1, 1, 2, 2]) == pytest.approx(0)
 
 
 def test_what_is_written_is_what_the_rows_say():
