@@ -1,14 +1,42 @@
 # SPDX-License-Identifier: MIT
 """GRPO: one importance ratio per token (Shao et al., 2402.03300). Equation numbers are those of arXiv 2507.18071.
 
-`diff grpo.py gspo.py` is the lesson: only the ratio and the objective differ. `python grpo.py` shows it on numbers.
-Letters: B sequences, T tokens, P prompts, G samples per prompt (the group). To copy: it needs nothing but torch.
-Not in the paper: std is the sample one (ddof 1), plus `eps`; a token's log-ratio is capped.
+`diff grpo.py gspo.py` is the lesson: the ratio, the objective, and the window, there nearly a thousand times narrower.
+`python grpo.py` shows it on numbers. To copy: this file needs nothing but torch.
+Letters: B sequences, T tokens, P prompts, G samples per prompt (the group).
+Not in the paper: std is the sample one (ddof 1), plus `eps`; a token's log-ratio is capped. Beyond the cap
+the gradient is 0, which for A < 0 is not counted as clipped: no window did it.
 """
 
 import torch
 
 LOG_RATIO_CAP = 20.0  # so that no finite input gives inf; e^20 = 5e8 is far outside every clip window
+
+
+def grpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=0.2, clip_eps_high=0.27, num_sequences=None):
+    """Equation 2, negated to be minimised: the token-level objective. No KL penalty: 2507.18071 omits it.
+
+    logprobs, old_logprobs: (B, T); at [:, t] the log-probability *of* token t, by the trained and the sampling policy.
+    advantages: (B,), one per sequence.
+    mask: (B, T), 1 on response tokens, the end token included. Values elsewhere, even inf and nan, are ignored.
+    clip_eps_low, clip_eps_high: the window [1 - low, 1 + high]; defaults from section 5.1 of the paper.
+    num_sequences: the divisor. Default: the rows with a response token. For a part of a batch, pass the whole's count.
+    Returns (loss, metrics): the mean over sequences; a dict of detached scalars. Raises ValueError on other shapes.
+    Without any response token, or any row, the loss and its gradient are 0, and the ratios in the metrics are 1.
+    """
+    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences)
+    # Equation 3:  w_it = pi(y_it | x, y_i<t) / pi_old(y_it | x, y_i<t)
+    log_ratio = new - old  # (B, T)
+    ratio = log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+    # Equation 2:  J = 1/G sum_i 1/|y_i| sum_t min(w_it A_i, clip(w_it, 1 - low, 1 + high) A_i)
+    # Its gradient (equation 12) gives each token of a response its own weight w_it / |y_i|.
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
+    # `where`, not `min`: a ratio exactly on the window's edge keeps its gradient (clamp's is 0 there since torch 2.14)
+    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T)
+    objective = torch.where(mask, objective, 0).sum(1, keepdim=True) / lengths  # (B, 1)
+    loss = -objective.sum() / count
+    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
 
 
 def group_advantages(rewards, group_size, *, eps=1e-6):
@@ -34,55 +62,51 @@ def group_advantages(rewards, group_size, *, eps=1e-6):
     return torch.where(high > low, centred / (std + eps), 0.0).flatten()
 
 
-def grpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=0.2, clip_eps_high=0.27, num_sequences=None):
-    """Equation 2, negated to be minimised: the token-level objective. No KL penalty: 2507.18071 omits it.
+def _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, *, per_token=False):
+    """Checks shapes, and sets to 0 what the mask leaves out.
 
-    logprobs, old_logprobs: (B, T), log-probabilities of the tokens under the trained and the sampling policy.
-    advantages: (B,), one per sequence.
-    mask: (B, T), 1 on response tokens, the end token included. Values elsewhere, even inf and nan, are ignored.
-    clip_eps_low, clip_eps_high: the window [1 - low, 1 + high]; defaults from section 5.1 of the paper.
-    num_sequences: the divisor. Default: the rows with a response token. For a part of a batch, pass the whole's count.
-    Returns (loss, metrics): the mean over sequences; a dict of detached scalars. Raises ValueError on other shapes.
+    Returns (new (B, T), old (B, T), advantages (B, 1) or (B, T), mask (B, T), lengths (B, 1), count: the divisor).
     """
-    new, old, advantages, mask, lengths, count = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences)
-    # Equation 3:  w_it = pi(y_it | x, y_i<t) / pi_old(y_it | x, y_i<t)
-    ratio = (new - old).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()  # (B, T)
-    # Equation 2:  J = 1/G sum_i 1/|y_i| sum_t min(w_it A_i, clip(w_it, 1 - low, 1 + high) A_i)
-    # Its gradient (equation 12) gives each token of a response its own weight w_it / |y_i|.
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    # `where`, not `min`: a ratio exactly on the window's edge keeps its gradient (clamp's is 0 there since torch 2.14)
-    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T)
-    objective = torch.where(mask, objective, 0).sum(1, keepdim=True) / lengths  # (B, 1)
-    loss = -objective.sum() / count
-    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
-
-
-def _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=False):
-    """Checks shapes, sets to 0 what the mask leaves out. Advantages become (B, 1) or (B, T), lengths are (B, 1)."""
-    shape, *others = [tuple(x.shape) for x in (logprobs, old_logprobs, mask, advantages)]
-    if len(shape) != 2 or others != [shape, shape, shape if per_token else shape[:1]]:
+    shape = logprobs.shape
+    if len(shape) != 2 or old_logprobs.shape != shape or mask.shape != shape:
+        shapes = [*map(tuple, (shape, old_logprobs.shape, mask.shape))]
+        raise ValueError(f"logprobs, old_logprobs and mask must be (B, T), not {shapes}")
+    if advantages.shape != (shape if per_token else shape[:1]):
         form = "(B, T)" if per_token else "(B,)"
-        raise ValueError(f"logprobs, old_logprobs, mask must be (B, T), advantages {form}, not {[shape, *others]}")
+        raise ValueError(f"advantages must be {form} beside logprobs {tuple(shape)}, not {tuple(advantages.shape)}")
+    mask = mask != 0  # new even where it is bool: autograd refuses a tensor made under inference_mode
+    filled = mask.any(1, keepdim=True)  # (B, 1)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    count = filled.sum() if num_sequences is None else torch.as_tensor(num_sequences)
+    count = count.clamp(min=1)  # without any response token all terms are 0, and so is the loss
     # float32 or better: 1 + 3e-4 does not exist in bfloat16. `where` comes before any arithmetic, since inf * 0 is nan.
-    dtype, mask = torch.promote_types(logprobs.dtype, torch.float32), mask.bool()
-    filled, lengths = mask.any(1, keepdim=True), mask.sum(1, keepdim=True).clamp(min=1)
-    new, old = (torch.where(mask, x, 0).to(dtype) for x in (logprobs, old_logprobs.detach()))
-    advantages = torch.where(mask if per_token else filled, advantages.detach().view(len(mask), -1), 0).to(dtype)
-    return new, old, advantages, mask, lengths, filled.sum().clamp(min=1) if num_sequences is None else num_sequences
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    new = torch.where(mask, logprobs, 0).to(dtype)
+    old = torch.where(mask, old_logprobs.detach(), 0).to(dtype)
+    advantages = advantages.detach() if per_token else advantages.detach()[:, None]
+    advantages = torch.where(mask if per_token else filled, advantages, 0).to(dtype)
+    return new, old, advantages, mask, lengths, count
 
 
 def _std(x, chosen):
     """Population standard deviation of the chosen entries; 0 where there are none."""
     count = chosen.sum().clamp(min=1)
-    deviation = torch.where(chosen, x - torch.where(chosen, x, 0).sum() / count, 0)
+    mean = torch.where(chosen, x, 0).sum() / count
+    deviation = torch.where(chosen, x - mean, 0)
     return (deviation.square().sum() / count).sqrt()
 
 
 @torch.no_grad()
 def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high):
     """Detached scalars. ratio: (B, T), or (B, 1), where a clipped sequence clips all its tokens."""
-    tokens, filled = mask.sum().clamp(min=1), mask.any(1, keepdim=True)
+    tokens = mask.sum().clamp(min=1)
+    filled = mask.any(1, keepdim=True)
     chosen = mask if ratio.shape == mask.shape else filled  # the entries of ratio that are not padding
+    if not ratio.numel():  # no row, or no column: a masked ratio stands in, so that there is something to reduce
+        ratio = ratio.new_ones(1, 1)
+        chosen = mask.new_zeros(1, 1)
+    count = chosen.sum().clamp(min=1)
+    none = ~chosen.any()
     low = mask & (advantages < 0) & (ratio < 1 - clip_eps_low)  # (B, T)
     high = mask & (advantages > 0) & (ratio > 1 + clip_eps_high)
     log_ratio = (new - old).clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP)
@@ -91,9 +115,9 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
         "clip_frac_low": low.sum() / tokens,
         "clip_frac_high": high.sum() / tokens,
         "clip_frac": (low | high).sum() / tokens,
-        "ratio_mean": torch.where(chosen, ratio, 0).sum() / chosen.sum().clamp(min=1),
-        "ratio_min": torch.where(chosen, ratio, float("inf")).amin(),
-        "ratio_max": torch.where(chosen, ratio, -float("inf")).amax(),
+        "ratio_mean": torch.where(none, 1, torch.where(chosen, ratio, 0).sum() / count),
+        "ratio_min": torch.where(none, 1, torch.where(chosen, ratio, float("inf")).amin()),
+        "ratio_max": torch.where(none, 1, torch.where(chosen, ratio, -float("inf")).amax()),
         "log_ratio_std": _std(log_ratio, mask),
         "seq_log_ratio_std": _std(seq_log_ratio, filled),
         # k3, an unbiased and never negative estimate of KL(pi_old || pi): http://joschu.net/blog/kl-approx.html
@@ -104,10 +128,12 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
 if __name__ == "__main__":  # a group of five responses of four tokens; an update moved their log-probs from -1
     advantages = group_advantages([1, 1, 0.5, 0, 0], 5)
     moves = torch.tensor([[30, -2, -29, 1], [30, -2, -25, 1], [9, -8, 7, 0], [-30, 2, 29, -1], [-30, 2, 25, -1]]) / 100
-    old_logprobs, mask = -torch.ones(5, 4), torch.ones(5, 4)
+    old_logprobs = -torch.ones(5, 4)
+    mask = torch.ones(5, 4)
     logprobs = (old_logprobs + moves).requires_grad_()
     grpo_loss(logprobs, old_logprobs, advantages, mask)[0].backward()
-    weights = 0 - 5 * 4 * logprobs.grad  # undoes the loss's minus and its means over 5 responses and 4 tokens
+    # the loss has a minus and means over 5 responses of 4 tokens; 0 minus it, so that no -0.000 is printed
+    weights = 0 - 5 * 4 * logprobs.grad
     print("     A | token ratios w              | GRPO: w A, 0 if clipped")
     for row in zip(advantages[:, None], moves.exp(), weights):
         print(" | ".join(" ".join(f"{x:6.3f}" for x in cell.tolist()) for cell in row))

@@ -41,9 +41,11 @@ class MoE(nn.Module):
         # Softmax of the chosen logits: the chosen probabilities, scaled to sum to 1, even if all are 0 (under replay).
         weights = logits.gather(-1, routes).softmax(-1)  # (..., K)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
+        w_in = self.w_in.to(dtype)
+        w_out = self.w_out.to(dtype)
         run = grouped_experts if can_group(routes.numel(), w_in, w_out) else all_experts
-        y = run(x.flatten(0, -2).to(dtype), routes.flatten(0, -2), weights.flatten(0, -2).to(dtype), w_in, w_out)
+        rows = x.flatten(0, -2).to(dtype)  # (N, C)
+        y = run(rows, routes.flatten(0, -2), weights.flatten(0, -2).to(dtype), w_in, w_out)
         return y.view(x.shape), routes, probs
 
 
@@ -78,9 +80,9 @@ def grouped_experts(x, routes, weights, w_in, w_out):
 def routing_change(probs, routes):
     """(2,): how many of the router's choices, as it is now, the sampler had not made; and how many there are.
 
-    probs: (L, N, E), the router's now; routes: (L, N, K), the sampler's. Under replay the changes are not acted on.
+    probs: (N, L, E), the router's now; routes: (N, L, K), the sampler's. Under replay the changes are not acted on.
     """
-    now = probs.topk(routes.size(-1)).indices  # (L, N, K)
+    now = probs.topk(routes.size(-1)).indices  # (N, L, K)
     changed = (now[..., :, None] != routes[..., None, :]).all(-1)
     return torch.stack([changed.sum(), torch.tensor(changed.numel(), device=changed.device)])
 
@@ -94,10 +96,11 @@ def expert_load(routes, experts):
 def load_balance_loss(probs, routes):
     """Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961) for top-k: E * sum_e load_e * mean prob_e.
 
-    probs: (N, E); routes: (N, K); of N tokens, padding excluded. 1 when all is even, at most E/K.
+    probs: (N, E); routes: (N, K); of N tokens, padding excluded. 1 when all is even, at most E/K, 0 without tokens.
     Used in the warm start. Off in RL: the reward does not ask for it.
     """
-    return probs.size(1) * (expert_load(routes, probs.size(1)) * probs.mean(0)).sum()
+    mean = probs.sum(0) / max(1, len(probs))
+    return probs.size(1) * (expert_load(routes, probs.size(1)) * mean).sum()
 
 
 def can_group(rows, *weights):
@@ -106,7 +109,8 @@ def can_group(rows, *weights):
     `F.grouped_mm` (torch 2.10 on) takes rows of a multiple of 16 bytes: float32 or bfloat16 on a CPU; bfloat16 on an
     NVIDIA GPU of capability 8 or more. Below 9 it loops over the experts and waits, which pays only for many rows.
     """
-    device, dtype = weights[0].device, weights[0].dtype
+    device = weights[0].device
+    dtype = weights[0].dtype
     fits = all(size * w.element_size() % 16 == 0 for w in weights for size in w.shape[1:])
     if not fits or not hasattr(F, "grouped_mm"):
         return False
@@ -117,14 +121,20 @@ def can_group(rows, *weights):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    layer, x = MoE(width=16, experts=8, experts_per_token=2, expert_width=16), torch.randn(8, 16)
+    layer = MoE(width=16, experts=8, experts_per_token=2, expert_width=16)
+    x = torch.randn(8, 16)
     _, sampled, probs = layer(x)
     layer.router.data += 0.1 * torch.randn(8, 16)  # as training would move it
     _, routed, moved = layer(x)
     _, replayed, _ = layer(x, sampled)  # the same choice, weighted by the router as it is now
-    print("experts and their weights\ntoken | as sampled       | router moved     | moved, replayed")
+    print("experts and their weights; *: the choice changed")
+    print("token | as sampled       | router moved       | moved, replayed")
     for token in range(8):
-        runs = (sampled, probs), (routed, moved), (replayed, moved)
-        experts_and_probs = [(routes[token].sort().values, p[token]) for routes, p in runs]
-        cells = ["{} {}   {:.2f} {:.2f}".format(*e, *(p[e] / p[e].sum())) for e, p in experts_and_probs]
+        cells = []
+        for routes, p in ((sampled, probs), (routed, moved), (replayed, moved)):
+            chosen = routes[token].sort().values
+            first, second = p[token, chosen] / p[token, chosen].sum()
+            cells.append(f"{chosen[0]} {chosen[1]}   {first:.2f} {second:.2f}")
+        changed = set(sampled[token].tolist()) != set(routed[token].tolist())
+        cells[1] += " *" if changed else "  "
         print(f"{token:5} |", " | ".join(cells))

@@ -14,7 +14,7 @@ Letters: P prompts, G samples per prompt (the group), B = P*G rows, T tokens, L 
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -63,7 +63,7 @@ class Rollout:
     mask: torch.Tensor  # (B, T) bool: True on the response, its end token included
     logprobs: torch.Tensor  # (B, T) float32 of the sampled tokens, 0 elsewhere
     entropy: torch.Tensor  # (B, T) float32, in nats, of the distribution each token was drawn from, 0 elsewhere
-    routes: torch.Tensor  # (L, B, T, K) uint8: the experts each token went through; arbitrary where none did
+    routes: torch.Tensor  # (B, T, L, K) uint8: the experts each token went through; arbitrary where none did
     lengths: torch.Tensor  # (B,) int64: tokens in the response
 
     @cached_property
@@ -72,6 +72,21 @@ class Rollout:
         place = torch.arange(1, self.mask.size(1) + 1, device=self.mask.device)
         ends = (self.mask * place).amax(1)
         return list(zip((ends - self.lengths).tolist(), ends.tolist()))
+
+    def cut(self, width, rows=slice(None)):
+        """The first `width` places of these rows: a Rollout."""
+        tensors = {}
+        for field in fields(self):
+            x = getattr(self, field.name)[rows]
+            tensors[field.name] = x if x.dim() == 1 else x[:, :width]
+        return Rollout(**tensors)
+
+    def select(self, rows):
+        """These rows (a list) alone, cut to the longest of them: a Rollout."""
+        spans = [self.spans[row] for row in rows]
+        part = self.cut(max(end for _, end in spans), rows)
+        part.spans = spans  # known already: the device need not be asked
+        return part
 
     def texts(self):
         """The responses as text, a list of B."""
@@ -88,38 +103,44 @@ def generate(model, prompts, *, samples_per_prompt=1, max_new_tokens, temperatur
     """
     prompts = [encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     check_request(model.config, prompts, samples_per_prompt, max_new_tokens, temperature)
-    device, group, rows = model.embed.weight.device, samples_per_prompt, len(prompts) * samples_per_prompt
+    device = model.embed.weight.device
+    group = samples_per_prompt
+    rows = len(prompts) * group
 
     # Prefill: every prompt is read once; every sample of its group gets a copy of its keys and values.
-    lengths, pad = [len(prompt) for prompt in prompts], min(PAD, model.config.vocab_size - 1)
+    lengths = [len(prompt) for prompt in prompts]
+    pad = PAD if PAD < model.config.vocab_size else 0  # a model of another vocabulary may lack it
     padded = torch.tensor([prompt + [pad] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
     slots = max(lengths) + max_new_tokens
     cache = KVCache(model, rows, slots)
     x, prompt_routes, _ = model.features(padded, cache=cache)
-    out = empty_rollout(padded.repeat_interleave(group, 0), prompt_routes.repeat_interleave(group, 1), slots, pad)
+    out = empty_rollout(padded.repeat_interleave(group, 0), prompt_routes.repeat_interleave(group, 0), slots, pad)
 
     # Decode: one token per row and turn. row[i] is the row of the output that place i of the batch writes.
     noise = torch.from_numpy(row_noise(seed, range(first_row, first_row + rows), max_new_tokens)).to(device)
-    row, ends = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
+    row = torch.arange(rows, device=device)
+    ends = torch.tensor(lengths, device=device)
     position = ends.repeat_interleave(group)  # (B,): where the next token goes
     x = x[torch.arange(len(prompts), device=device), ends - 1].repeat_interleave(group, dim=0)  # (B, C)
     for step in range(max_new_tokens):
-        token, logprob, entropy = choose(model.head(x), noise[row, step], temperature)
-        out.tokens[row, position], out.mask[row, position] = token, True
-        out.logprobs[row, position], out.entropy[row, position] = logprob, entropy
-        ended = ended_places(token)
-        if len(ended) == len(row) or step == max_new_tokens - 1:
+        token, logprob, entropy = sample_token(model.head(x), noise[row, step], temperature)
+        out.tokens[row, position] = token
+        out.mask[row, position] = True
+        out.logprobs[row, position] = logprob
+        out.entropy[row, position] = entropy
+        finished = finished_rows(token)
+        if len(finished) == len(row) or step == max_new_tokens - 1:
             break
-        if ended:
-            row, position, token = leave(ended, cache, row, position, token)
-        x, taken = model.decode(token, position, cache)
-        out.routes[:, row, position] = taken.to(torch.uint8)
+        if finished:
+            row, position, token = compact(finished, cache, row, position, token)
+        x, routes = model.decode(token, position, cache)
+        out.routes[row, position] = routes.to(torch.uint8)
         position = position + 1
 
     # Collect: cut what no row can have filled.
+    out.lengths = out.mask.sum(1)
     width = slots if step == max_new_tokens - 1 else int(out.mask.nonzero()[:, 1].max()) + 1
-    by_place = (x[:, :width] for x in (out.tokens, out.mask, out.logprobs, out.entropy))
-    return Rollout(*by_place, routes=out.routes[:, :, :width], lengths=out.mask.sum(1))
+    return out.cut(width)
 
 
 def check_request(config, prompts, samples_per_prompt, max_new_tokens, temperature):
@@ -139,35 +160,43 @@ def check_request(config, prompts, samples_per_prompt, max_new_tokens, temperatu
 
 
 def empty_rollout(prompts, routes, slots, pad):
-    """A Rollout of (B, `slots`) places that holds the prompts (B, t) and their routes (L, B, t, K)."""
-    (rows, width), (layers, _, _, k), device = prompts.shape, routes.shape, prompts.device
-    logprobs, entropy = torch.zeros(2, rows, slots, device=device)
+    """A Rollout of (B, `slots`) places that holds the prompts (B, t) and their routes (B, t, L, K)."""
+    rows, width, layers, k = routes.shape
+    device = prompts.device
     tokens = torch.full((rows, slots), pad, device=device)
     tokens[:, :width] = prompts
-    all_routes = torch.arange(k, dtype=torch.uint8, device=device).repeat(layers, rows, slots, 1)
-    all_routes[:, :, :width] = routes.to(torch.uint8)
+    all_routes = torch.arange(k, dtype=torch.uint8, device=device).repeat(rows, slots, layers, 1)
+    all_routes[:, :width] = routes.to(torch.uint8)
     mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
-    return Rollout(tokens, mask, logprobs, entropy, all_routes, lengths=None)
+    logprobs = torch.zeros(rows, slots, device=device)
+    return Rollout(tokens, mask, logprobs, torch.zeros_like(logprobs), all_routes, lengths=mask.sum(1))
 
 
-def leave(ended, cache, *by_row):
-    """Rows that have ended leave the batch: the last ones move into their places. ended: list; by_row: (B,) tensors."""
-    left = len(by_row[0]) - len(ended)
-    gaps = [place for place in ended if place < left]
-    movers = sorted(set(range(left, left + len(ended))) - set(ended))
-    source, target = (torch.tensor(x, device=by_row[0].device).long() for x in (movers, gaps))
+def compact(finished, cache, *by_row):
+    """Compaction: rows that have finished leave the batch, and the last ones move into the gaps.
+
+        places       0 1 2 3 4     1 and 3 have finished: 4 moves to 1
+        afterwards   0 4 2
+
+    finished: a sorted list of places; by_row: (B,) tensors. Returns these without the finished rows.
+    """
+    left = len(by_row[0]) - len(finished)
+    gaps = [place for place in finished if place < left]
+    movers = [place for place in range(left, left + len(finished)) if place not in finished]
+    source = torch.tensor(movers, dtype=torch.long, device=by_row[0].device)
+    target = torch.tensor(gaps, dtype=torch.long, device=by_row[0].device)
     for x in by_row:
         x[target] = x[source]
-    cache.shrink(left, source, target)
+    cache.compact(left, source, target)
     return [x[:left] for x in by_row]
 
 
-def ended_places(token):
+def finished_rows(token):
     """The places of the batch that just drew the end token, a sorted list. Only here the host waits for the device."""
-    return [place for place, ended in enumerate((token == EOS).tolist()) if ended]
+    return [place for place, finished in enumerate((token == EOS).tolist()) if finished]
 
 
-def choose(logits, noise, temperature):
+def sample_token(logits, noise, temperature):
     """logits: (B, V); noise: (B,) in (0, 1] -> (token, its log-prob, the distribution's entropy), (B,) each."""
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.exp()
@@ -176,7 +205,9 @@ def choose(logits, noise, temperature):
     else:  # inverse transform: the first token whose cumulated probability reaches the noise, which is > 0
         cumulated = probs.cumsum(-1)
         token = (cumulated < noise[:, None] * cumulated[:, -1:]).sum(-1)
-    return token, logprobs.gather(-1, token[:, None])[:, 0], -(probs * logprobs).sum(-1)
+    logprob = logprobs.gather(-1, token[:, None])[:, 0]
+    entropy = -(probs * logprobs).sum(-1)
+    return token, logprob, entropy
 
 
 def row_noise(seed, rows, count):
@@ -203,14 +234,15 @@ def main(argv):
     options = {"samples_per_prompt": args.samples, "max_new_tokens": args.max_new_tokens, "seed": args.seed}
     options["temperature"] = args.temperature if args.temperature is not None else float(args.samples > 1)
     try:
-        model, about = load_model(args.checkpoint, device=pick_device(args.device))
+        model, metadata = load_model(args.checkpoint, device=pick_device(args.device))
     except ValueError as error:
         raise UserError(str(error)) from error
-    if about.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
+    if metadata.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
         raise UserError(f"{args.checkpoint} was trained with another vocabulary")
-    if about.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
-        raise UserError(f"{args.checkpoint} was trained on another task, {about.get('task')!r}")
-    most_numbers, largest = (about.get(name, float("inf")) for name in ("most_numbers", "largest"))
+    if metadata.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
+        raise UserError(f"{args.checkpoint} was trained on another task, {metadata.get('task')!r}")
+    max_terms = metadata.get("max_terms", float("inf"))
+    largest = metadata.get("largest", float("inf"))
 
     asked = False
     for question in [args.question] if args.question is not None else sys.stdin:
@@ -220,12 +252,12 @@ def main(argv):
             continue
         asked = True
         try:
-            problem = read_problem(about["task"], question)
+            problem = read_problem(metadata["task"], question)
         except ValueError as error:
             problem = None
             print(f"sample.py: warning: {error}; answered unchecked", file=sys.stderr)
-        if problem and (len(problem.numbers) > most_numbers or max(problem.numbers) > largest):
-            trained_on = f"at most {most_numbers} numbers up to {largest}"
+        if problem and (len(problem.numbers) > max_terms or max(problem.numbers) > largest):
+            trained_on = f"at most {max_terms} terms up to {largest}"
             print(f"sample.py: warning: {question!r} is beyond what was trained on: {trained_on}", file=sys.stderr)
         try:
             texts = generate(model, [problem.prompt if problem else question], **options).texts()

@@ -8,7 +8,7 @@
     python train.py --resume out/tiny-chain-sum-seed0      go on after an interruption, bit for bit
     torchrun --nproc_per_node=2 train.py                   the same run on two processes
 
-First the model imitates worked solutions (the warm start). Then each learner, at each step (`rl_step`),
+First the model imitates worked solutions (`imitate.py`). Then each learner, at each step (`rl_step`),
   1. samples G responses to each of P problems with its own policy;
   2. has them verified: reward 1 for a right answer, 0 for a wrong one;
   3. compares each reward with those of its group: advantages;
@@ -18,419 +18,215 @@ First the model imitates worked solutions (the warm start). Then each learner, a
 Every random draw is a function of (seed, purpose, step, row) and of nothing else. That is why the learners can share
 problems and noise, why a resumed run needs no random state, and why two processes draw what one does.
 
-Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens, L layers, K experts per token.
+Letters: P problems, G responses per problem (the group), B = P*G rows, T tokens, N packed tokens, L layers, E experts,
+K experts per token.
 """
 
-import argparse
 import copy
-import random
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.utils import parameters_to_vector
 
 import harness
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from harness import UserError, all_reduce, check_finite, fraction, log, natural, number, positive, rank, world_size
-from model import ModelConfig, Transformer, checkpoint, load_model, score, split_by_length
-from moe import expert_load, load_balance_loss, routing_change
-from rewards import EXAMPLES, TASKS, make_problem, reward, worked_solution
-from sample import EOS, PAD, SPECIAL_TOKENS, THINK, Rollout, encode_prompt, encode_response, generate
+from harness import all_reduce, at_least, between, check_finite, flag, log, natural, positive, rank, rng, world_size
+from imitate import warm_start
+from model import ModelConfig, Transformer, checkpoint, response_logprobs, split_by_length
+from moe import expert_load, routing_change
+from rewards import EXAMPLES, TASKS, make_problem, reward
+from sample import EOS, SPECIAL_TOKENS, THINK, generate
 
 LOSSES = {"gspo": gspo_loss, "grpo": grpo_loss}
-DTYPES = ("float32", "bfloat16")
-LEARNERS = ("gspo", "grpo", "gspo+replay", "grpo+replay")
-UPDATE_METRICS = (
-    "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
-    "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
-)  # fmt: skip
-PRESETS = {
-    "tiny": {},
-    # 20M parameters, 2M of them active per token
-    "laptop-gpu": {
-        "width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "experts": 32, "expert_width": 192,
-        "max_terms": 10, "max_new_tokens": 128, "dtype": "bfloat16",
-        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 40, "micro_tokens": 4096,
-    },
-}  # fmt: skip
-OF_TASK = {"chain-sum": {}, "countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum
 
 
-def flags():
-    """The parser of the command line: every setting, its default and its meaning."""
-    parser = harness.Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR, with the settings it has")
-    add = parser.add_argument_group("the run").add_argument
-    add("--preset", default="tiny", choices=tuple(PRESETS), help="sizes to start from; flags beside it win")
-    add("--learners", default=["gspo", "grpo"], nargs="+", choices=LEARNERS, help="who races, from one warm start")
-    add("--seed", default=0, type=number(int, "0 to 2**63 - 1", lambda x: 0 <= x < 2**63), help="of all randomness")
-    add("--out", default="", help="folder for the results; if none is given, out/PRESET-TASK-seedN")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="auto takes cuda, then mps, then cpu")
-    add("--dtype", default="float32", choices=DTYPES, help="of the matrix products (weights stay float32)")
-    add("--save-every", default=10, type=natural, help="RL steps between saved states (imitation: 20 times as many)")
-    add = parser.add_argument_group("the task").add_argument
-    add("--task", default="chain-sum", choices=tuple(TASKS), help="chain sums, or countdowns of 3 or 4 numbers")
-    add("--max-terms", default=6, type=number(int, "2 to 10", lambda x: 2 <= x <= 10), help="most numbers in a sum")
-    add("--largest", default=9, type=number(int, "2 to 99", lambda x: 2 <= x <= 99), help="largest number in a problem")
-    add("--eval-problems", default=200, type=natural, help="held-out problems per number of terms")
-    add = parser.add_argument_group("the model").add_argument
-    add("--width", default=96, type=natural, help="model width C")
-    add("--layers", default=2, type=natural, help="transformer blocks L")
-    add("--heads", default=4, type=natural, help="query heads H")
-    add("--kv-heads", default=2, type=natural, help="key/value heads J")
-    add("--experts", default=8, type=natural, help="experts per block E")
-    add("--experts-per-token", default=2, type=natural, help="experts that each token goes through, K")
-    add("--expert-width", default=96, type=natural, help="hidden width of one expert")
-    add = parser.add_argument_group("imitation").add_argument
-    add("--warm-steps", default=1200, type=natural, help="steps of imitation before RL")
-    add("--warm-batch", default=64, type=natural, help="worked solutions per step of imitation")
-    add("--warm-lr", default=3e-3, type=positive, help="peak learning rate of imitation")
-    add("--warm-think", default=0.4, type=fraction, help="share of worked solutions that reason before they answer")
-    add("--warm-chunk", default=700, type=natural, help="tokens that go through the model at once in imitation")
-    add("--aux-coef", default=0.01, type=fraction, help="weight of the load-balance loss in imitation (RL has none)")
-    add = parser.add_argument_group("reinforcement learning").add_argument
-    add("--rl-steps", default=36, type=natural, help="RL steps of each learner")
-    add("--prompts", default=32, type=natural, help="problems per RL step, P")
-    add("--group", default=16, type=number(int, "at least 2", lambda x: x >= 2), help="responses per problem, G")
-    add("--minibatches", default=4, type=natural, help="optimizer steps per pass over a step's responses")
-    add("--epochs", default=1, type=natural, help="passes over a step's responses")
-    add("--lr", default=2e-4, type=positive, help="learning rate of RL, after a linear warm-up of 5 steps")
-    add("--temperature", default=1.0, type=positive, help="of sampling, and of the log-probs that are trained")
-    add("--max-new-tokens", default=64, type=natural, help="longest response; a longer one is cut and scored as it is")
-    window = {"nargs": 2, "type": positive, "metavar": ("LOW", "HIGH")}
-    add("--gspo-clip", default=[3e-3, 4e-3], **window, help="GSPO's window [1 - LOW, 1 + HIGH]")
-    add("--grpo-clip", default=[0.2, 0.27], **window, help="GRPO's window [1 - LOW, 1 + HIGH]")
-    add("--old-logprobs", default="sampler", choices=("sampler", "recompute"), help="the sampler's, or one more pass")
-    add("--sampler-dtype", default="float32", choices=DTYPES, help="bfloat16: an imprecise sampler, on purpose")
-    add("--micro-tokens", default=2048, type=natural, help="tokens that go through the model at once in RL training")
-    return parser
-
-
-class Settings(argparse.Namespace):
-    """The values of all flags, and what follows from them."""
-
-    @property
-    def model_config(self):
-        return ModelConfig(**{k: v for k, v in vars(self).items() if k in ModelConfig.__annotations__})
-
-    @property
-    def terms(self):
-        return range(2, self.max_terms + 1) if self.task == "chain-sum" else TASKS[self.task]
-
-    @property
-    def folder(self):
-        return Path(self.out or f"out/{self.preset}-{self.task}-seed{self.seed}")
-
-    def check(self):
-        """Raise ValueError for values that do not go together."""
-        if self.prompts * self.group % self.minibatches:
-            raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
-        if len(set(self.learners)) < len(self.learners):
-            raise ValueError("--learners names one twice")
-        # <bos>, at most two digits and a sign for each number, and the target of a countdown
-        longest_prompt = 1 + 3 * max(self.terms.stop, 6)
-        if longest_prompt + self.max_new_tokens > self.model_config.context:
-            raise ValueError(f"--max-new-tokens {self.max_new_tokens} does not fit the context, {ModelConfig.context}")
-
-
-def parse_settings(argv):
-    """(settings, resuming): of the command line, or of the run that --resume names. Raises UserError."""
-    parser = flags()
-    folder = parser.parse_args(argv).resume
-    typed = {word.split("=")[0] for word in argv if word.startswith("--")} - {"--resume"}
-    if folder and typed:
-        raise UserError(f"--resume takes the settings of the run it continues: leave out {min(typed)}")
-    try:
-        argv = as_flags(harness.read_settings(Path(folder))) if folder else argv
-        asked = parser.parse_args(argv)  # twice: which preset, then what is not given is the preset's
-        defaults = PRESETS[asked.preset] | OF_TASK[asked.task]
-        on_gpu = torch.cuda.is_available() and asked.device in ("auto", "cuda")
-        if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
-            defaults.pop("dtype", None)  # bfloat16 only where the device has it natively
-        parser.set_defaults(**defaults)
-        settings = parser.parse_args(argv, Settings())
-        settings.check()
-    except ValueError as error:
-        raise UserError(f"cannot resume {folder}: {error}" if folder else str(error)) from error
-    del settings.resume
-    return settings, bool(folder)
-
-
-def as_flags(values):
-    """{"lr": 2e-4, "gspo_clip": [3e-3, 4e-3]} -> ["--lr", "0.0002", "--gspo-clip", "0.003", "0.004"]"""
-    words = {"--" + k.replace("_", "-"): v if isinstance(v, list) else [v] for k, v in values.items()}
-    return [word for flag, given in words.items() for word in (flag, *map(str, given))]
-
-
-def rng(settings, *purpose):
-    """A random.Random that depends on the seed and the purpose alone, e.g. rng(settings, "problems", step)."""
-    return random.Random("/".join(map(str, (settings.seed, *purpose))))
-
-
-class Learner:
-    """A policy, its optimizer, an objective (none while imitating), and the records of its steps."""
+class Learner(harness.Trainable):
+    """A policy with its optimizer and records, and how it learns: an objective, with or without routing replay."""
 
     def __init__(self, name, model, settings):
+        super().__init__(name, model)
         objective, _, replay = name.partition("+")
-        self.name, self.model, self.replay, self.history = name, model, replay == "replay", []
-        if objective in LOSSES:
-            low, high = getattr(settings, f"{objective}_clip")
-            self.loss = partial(LOSSES[objective], clip_eps_low=low, clip_eps_high=high)
-        # One fused kernel for the whole update where there is one: a third of the time of the plain loop.
-        fused = model.embed.weight.device.type in ("cpu", "cuda")
-        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        low, high = settings.gspo_clip if objective == "gspo" else settings.grpo_clip
+        self.loss = partial(LOSSES[objective], clip_eps_low=low, clip_eps_high=high)
+        self.replay = replay == "replay"
+        self.settings = settings
 
-    def step(self, lr, loss):
-        """Sum the gradients over the processes, clip their norm to 1, step. Returns the norm before clipping."""
-        harness.sum_gradients(self.model.parameters())
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        check_finite(loss=loss, gradient=grad_norm)
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm
+    def sampler(self):
+        """The model that samples: the policy, or on purpose an engine that is not quite the trainer, a rounded copy."""
+        if self.settings.sampler_dtype == "bfloat16":
+            return copy.deepcopy(self.model).to(torch.bfloat16)
+        return self.model
 
-
-def about(settings):
-    """Saved with the weights: the special tokens, and what the model was trained on."""
-    trained_on = {"task": settings.task, "most_numbers": settings.terms[-1], "largest": settings.largest}
-    return {"special_tokens": list(SPECIAL_TOKENS), **trained_on}
+    def logprobs(self, rollout):
+        """The policy's log-probs of these responses, (B, T), and (changed, all) counts of its choices of experts."""
+        routes = rollout.routes if self.replay else None
+        options = {"temperature": self.settings.temperature, "routes": routes, "output_router_probs": True}
+        with harness.precision(self.settings.dtype, self.device):
+            logprobs, probs, packed = response_logprobs(self.model, rollout.tokens, rollout.spans, **options)
+        sampled = rollout.routes[:, :-1].flatten(0, 1).index_select(0, packed)  # (N, L, K)
+        return logprobs, routing_change(probs.detach(), sampled)
 
 
-def precision(settings, device):
-    """Context in which the model runs: plain float32, or bfloat16 products over float32 weights."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
-
-
-def random_problem(settings, draw):
-    return make_problem(settings.task, draw.choice(settings.terms), draw, largest=settings.largest)
+def rl_step(learner, problems, settings, step):
+    """One step of one learner. Adds a record to its history; returns an example of what it said."""
+    began = time.perf_counter()
+    rollout = respond(learner, problems, settings, step)
+    texts = rollout.texts()
+    rewards = verify(problems, texts)
+    advantages = group_advantages(rewards, settings.group).to(learner.device)
+    if settings.old_logprobs == "recompute":
+        rollout.logprobs = recompute(learner, rollout, settings)
+    # In a group all right or all wrong, advantages and gradients are 0: its responses are left out of the updates.
+    teaches = (advantages != 0).tolist()
+    updates = []
+    with harness.keep_if_not_finite(learner, step, settings.folder, advantages=advantages, **vars(rollout)):
+        check_finite(logprobs=rollout.logprobs)
+        for minibatch in random_minibatches(settings, step):
+            rows = [row for row in minibatch if teaches[row]]
+            if rows:
+                updates.append(update(learner, rollout, advantages, rows, settings, step))
+    seconds = time.perf_counter() - began
+    record = measure(rollout, rewards, advantages, updates, settings)
+    speed = {"tokens_per_s": float(rollout.lengths.sum()) / seconds, "seconds": seconds}
+    learner.history.append({"step": step + 1} | record | speed)
+    return example(problems, texts, rewards, advantages)
 
 
 def problems_of(settings, step):
     """The P problems of an RL step: the same for all learners."""
-    draw = rng(settings, "problems", step)
-    return [random_problem(settings, draw) for _ in range(settings.prompts)]
+    draw = rng(settings.seed, "problems", step)
+    return [settings.random_problem(draw) for _ in range(settings.prompts)]
 
 
-def worked_solutions(settings, step):
-    """(token lists, prompt lengths) of one batch: some think before they answer, most only answer."""
-    draw, solutions, prompt_lengths = rng(settings, "warm", step), [], []
-    for _ in range(settings.warm_batch):
-        problem = random_problem(settings, draw)
-        prompt, think = encode_prompt(problem.prompt), draw.random() < settings.warm_think
-        solutions.append(prompt + encode_response(worked_solution(problem, think=think)))
-        prompt_lengths.append(len(prompt))
-    return solutions, prompt_lengths
-
-
-def imitate(learner, settings, step, device):
-    """One step of imitation: mean cross-entropy over all response tokens of the batch. Returns (loss, tokens)."""
-    solutions, prompt_lengths = worked_solutions(settings, step)
-    lengths = [len(tokens) for tokens in solutions]
-    response_tokens = sum(lengths) - sum(prompt_lengths)
-    parameters = list(learner.model.parameters())
-
-    def gradient(rows):
-        longest = max(lengths[row] for row in rows)
-        tokens = torch.tensor([solutions[row] + [PAD] * (longest - lengths[row]) for row in rows], device=device)
-        with precision(settings, device):
-            logprobs, probs, _ = score(learner.model, tokens, [(prompt_lengths[row], lengths[row]) for row in rows])
-        nll = -logprobs.sum() / response_tokens
-        balance = torch.stack([load_balance_loss(p, p.topk(settings.experts_per_token).indices) for p in probs]).mean()
-        share = sum(lengths[row] for row in rows) / sum(lengths)
-        return nll.detach(), torch.autograd.grad(nll + settings.aux_coef * share * balance, parameters)
-
-    # The chunks depend on the batch alone; each process takes its share of them.
-    chunks = split_by_length(lengths, settings.warm_chunk)[rank() :: world_size()]
-    loss = torch.zeros((), device=device)
-    for chunk_loss, gradients in harness.side_by_side(gradient, chunks, device):
-        loss += chunk_loss
-        for p, g in zip(parameters, gradients):
-            p.grad = g if p.grad is None else p.grad + g
-    # the rate rises over 100 steps and falls to a tenth at the end
-    lr = settings.warm_lr * min(1.0, (step + 1) / 100) * (1 - 0.9 * step / settings.warm_steps)
-    learner.step(lr, all_reduce(loss))
-    return loss, sum(lengths)
-
-
-def warm_start(settings, device, stop, state):
-    """The model that all learners start from: cached in the run's folder, resumed, or trained from nothing."""
-    path = settings.folder / "warm.pt"
-    if path.exists():
-        log(f"warm start: taken from {path}")
-        try:
-            model = load_model(path, device=device)[0].train()
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if model.config != settings.model_config:
-            raise UserError(f"{path} has other sizes than this run: delete it, or choose another --out")
-        return model
-    torch.manual_seed(settings.seed)
-    learner = Learner("warm", Transformer(settings.model_config).to(device), settings)
-    first = harness.restore([learner], state) if state is not None else 0
-    loss, seen, began, every = torch.zeros(()), 0, time.perf_counter(), 20 * settings.save_every
-    harness.save_state(settings.folder, "imitation", first, [learner])
-    steps = harness.resumable("imitation", first, settings.warm_steps, every, stop, [learner], lambda: f"{loss:.3f}")
-    try:
-        for step in steps:
-            loss, tokens = imitate(learner, settings, step, device)
-            seen += tokens
-    except FloatingPointError as error:
-        raise UserError(f"warm start, step {step + 1}: {error}; try a smaller --warm-lr", code=1) from error
-    log(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
-    harness.save(path, checkpoint(learner.model, **about(settings)))
-    return learner.model
-
-
-def respond(learner, problems, settings, step, device):
+def respond(learner, problems, settings, step):
     """A Rollout: G responses to each problem by the learner's policy. Each process samples its share, and gets all."""
-    model, share = learner.model, settings.prompts // world_size()
-    if settings.sampler_dtype == "bfloat16":  # an engine that is not quite the trainer: copied and rounded
-        model = copy.deepcopy(model).to(torch.bfloat16)
-    with precision(settings, device):
+    share = settings.prompts // world_size()
+    first = rank() * share
+    with harness.precision(settings.dtype, learner.device):
         rollout = generate(
-            model,
-            [problem.prompt for problem in problems[rank() * share : (rank() + 1) * share]],
+            learner.sampler(),
+            [problem.prompt for problem in problems[first : first + share]],
             samples_per_prompt=settings.group,
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
-            seed=rng(settings, "sampling", step).getrandbits(64),
-            first_row=rank() * share * settings.group,
+            seed=rng(settings.seed, "sampling", step).getrandbits(64),
+            first_row=first * settings.group,
         )
-    if world_size() == 1:
-        return rollout
-    rows_first = vars(rollout) | {"routes": rollout.routes.movedim(0, 2)}  # (B, T, L, K)
-    gathered = {name: harness.gather_rows(x) for name, x in rows_first.items()}
-    return Rollout(**gathered | {"routes": gathered["routes"].movedim(2, 0)})
+    return harness.gather(rollout)
 
 
-def verify(problems, texts, group):
+def verify(problems, texts):
     """The reward of each response, by the rule of its problem: 1, 0, or None where it cannot be told."""
-    return [r for i, problem in enumerate(problems) for r in reward(problem, texts[i * group : (i + 1) * group])]
-
-
-def random_minibatches(settings, step):
-    """Split the B rows at random: yields the rows of one optimizer step after the other."""
-    for epoch in range(settings.epochs):
-        rows = list(range(settings.prompts * settings.group))
-        rng(settings, "minibatches", step, epoch).shuffle(rows)
-        size = len(rows) // settings.minibatches
-        yield from (rows[i : i + size] for i in range(0, len(rows), size))
-
-
-def chunks_of(rollout, rows, settings):
-    """This process's share of these rows, by length: yields (rows, width), the width being that of the longest."""
-    ends = [rollout.spans[row][1] for row in rows]
-    for chunk in split_by_length(ends, settings.micro_tokens)[rank() :: world_size()]:
-        yield [rows[i] for i in chunk], max(ends[i] for i in chunk)
-
-
-def trainer_logprobs(learner, rollout, rows, width, settings):
-    """The trainer's log-probs of some rows (b, t), and (changed, all) counts of expert choices."""
-    tokens, routes = rollout.tokens[rows, :width], rollout.routes[:, rows, :width]  # (b, t), (L, b, t, K)
-    options = {"temperature": settings.temperature, "routes": routes if learner.replay else None}
-    with precision(settings, tokens.device):
-        logprobs, probs, read = score(learner.model, tokens, [rollout.spans[row] for row in rows], **options)
-    return logprobs, routing_change(probs.detach(), routes[:, :, :-1].flatten(1, 2).index_select(1, read))
+    group = len(texts) // len(problems)
+    rewards = []
+    for i, problem in enumerate(problems):
+        rewards += reward(problem, texts[i * group : (i + 1) * group])
+    return rewards
 
 
 @torch.no_grad()
 def recompute(learner, rollout, settings):
     """Old log-probs the conventional way: one more forward pass, before the first update. (B, T)"""
     old_logprobs = torch.zeros_like(rollout.logprobs)
-    for rows, width in chunks_of(rollout, range(len(old_logprobs)), settings):
-        old_logprobs[rows, :width] = trainer_logprobs(learner, rollout, rows, width, settings)[0]
+    for micro_batch in micro_batches(rollout, range(len(old_logprobs)), settings):
+        logprobs, _ = learner.logprobs(rollout.select(micro_batch))
+        old_logprobs[micro_batch, : logprobs.size(1)] = logprobs
     return all_reduce(old_logprobs)
 
 
-def update(learner, rollout, old_logprobs, advantages, rows, num_sequences, settings, step):
-    """One optimizer step on those rows of a minibatch that have an advantage, chunk by chunk. Returns its metrics.
+def micro_batches(rollout, rows, settings):
+    """This process's share of these rows, split into micro-batches of similar lengths: lists of rows."""
+    parts = split_by_length([rollout.spans[row][1] for row in rows], settings.micro_tokens)
+    return [[rows[i] for i in part] for part in parts[rank() :: world_size()]]
 
-    num_sequences: how many rows the whole minibatch has; the loss is divided by it.
-    """
-    new_logprobs, loss = torch.zeros_like(old_logprobs), torch.zeros((), device=old_logprobs.device)
-    changed = torch.zeros(2, device=old_logprobs.device)
-    for chunk, width in chunks_of(rollout, rows, settings):
-        logprobs, changed_here = trainer_logprobs(learner, rollout, chunk, width, settings)
-        old, mask = old_logprobs[chunk, :width], rollout.mask[chunk, :width]
-        chunk_loss, _ = learner.loss(logprobs, old, advantages[chunk], mask, num_sequences=num_sequences)
-        chunk_loss.backward()
-        loss += chunk_loss.detach()
-        new_logprobs[chunk, :width] = logprobs.detach()
-        changed += changed_here
+
+def random_minibatches(settings, step):
+    """Split the B rows at random: yields the rows of one optimizer step after the other."""
+    size = settings.minibatch_size
+    for epoch in range(settings.epochs):
+        rows = list(range(settings.prompts * settings.group))
+        rng(settings.seed, "minibatches", step, epoch).shuffle(rows)
+        for first in range(0, len(rows), size):
+            yield rows[first : first + size]
+
+
+def update(learner, rollout, advantages, rows, settings, step):
+    """One optimizer step on these rows of a minibatch. Returns its metrics."""
+    loss = torch.zeros((), device=learner.device)
+    changed = torch.zeros(2, device=learner.device)
+    new_logprobs = torch.zeros_like(rollout.logprobs)
+    # the count of the whole minibatch divides, so that the micro-batches' gradients add up to its gradient
+    options = {"num_sequences": settings.minibatch_size}
+    for micro_batch in micro_batches(rollout, rows, settings):
+        part = rollout.select(micro_batch)
+        logprobs, part_changed = learner.logprobs(part)
+        part_loss, _ = learner.loss(logprobs, part.logprobs, advantages[micro_batch], part.mask, **options)
+        part_loss.backward()
+        loss += part_loss.detach()
+        changed += part_changed
+        new_logprobs[micro_batch, : logprobs.size(1)] = logprobs.detach()
     grad_norm = learner.step(settings.lr * min(1.0, (step + 1) / 5), all_reduce(loss))
-    new, old = all_reduce(new_logprobs)[rows], old_logprobs[rows]
-    _, metrics = learner.loss(new, old, advantages[rows], rollout.mask[rows])  # of the minibatch, not of its chunks
+    # second call, without gradient, for the metrics of the whole minibatch
+    new_logprobs = all_reduce(new_logprobs)[rows]
+    _, metrics = learner.loss(new_logprobs, rollout.logprobs[rows], advantages[rows], rollout.mask[rows])
     changed, choices = all_reduce(changed)
     return metrics | {"grad_norm": grad_norm, "expert_change": changed / choices}
 
 
+UPDATE_METRICS = (
+    "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
+    "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
+)  # fmt: skip
+
+
 def measure(rollout, rewards, advantages, updates, settings):
-    """What the responses of a step were like, and what its updates did (nan where there was none): a dict of floats."""
-    mask, tokens = rollout.mask, rollout.tokens
+    """What the responses of a step were like, and what its updates did: a dict of floats."""
+    mask = rollout.mask
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
-    routed = mask[:, :-1] & mask[:, 1:]  # a response's last token never goes through the network
-    load = torch.stack([expert_load(r[:, :-1][routed], settings.experts) for r in rollout.routes])  # (L, E)
-    reduce, of_updates = {"ratio_min": torch.min, "ratio_max": torch.max}, {}
-    for name in UPDATE_METRICS:
-        values = torch.tensor([float(metrics[name]) for metrics in updates] or [float("nan")])
-        of_updates[name] = float(reduce.get(name, torch.mean)(values))
+    thinks = ((rollout.tokens == THINK) & mask).any(1)
+    ends = ((rollout.tokens == EOS) & mask).any(1)
+    went_through = mask[:, :-1] & mask[:, 1:]  # a response's last token never goes through the network
+    routes = rollout.routes[:, :-1][went_through]  # (N, L, K)
+    load = torch.stack([expert_load(r, settings.experts) for r in routes.unbind(1)])  # (L, E)
     return {
         "reward": float(rewards.nanmean()),
         "accuracy": float((rewards == 1).float().mean()),
         "length": float(rollout.lengths.float().mean()),
-        "think_frac": float(((tokens == THINK) & mask).any(1).float().mean()),
-        "cut_frac": float(1 - ((tokens == EOS) & mask).any(1).float().mean()),
+        "think_frac": float(thinks.float().mean()),
+        "truncated_frac": float(1 - ends.float().mean()),
         "entropy": float(rollout.entropy.sum() / mask.sum()),
-        **of_updates,
+        **over_updates(updates),
         "load_imbalance": float(load.amax(1).mean()) * settings.experts,
         "zero_std_groups": float((advantages.view(-1, settings.group) == 0).all(1).float().mean()),
     }
 
 
-def rl_step(learner, problems, settings, step, device):
-    """One step of one learner. Adds a record to its history; returns an example of what it said."""
-    began = time.perf_counter()
-    rollout = respond(learner, problems, settings, step, device)
-    texts = rollout.texts()
-    rewards = verify(problems, texts, settings.group)
-    advantages = group_advantages(rewards, settings.group)
-    # In a group all right or all wrong, advantages and gradients are 0: its responses are left out of the updates. The
-    # loss is still divided by the count of all.
-    informative = (advantages != 0).tolist()
-    advantages, updates = advantages.to(device), []
-    old_logprobs = rollout.logprobs if settings.old_logprobs == "sampler" else recompute(learner, rollout, settings)
-    try:
-        check_finite(logprobs=old_logprobs)
-        for minibatch in random_minibatches(settings, step):
-            if rows := [row for row in minibatch if informative[row]]:
-                updates.append(update(learner, rollout, old_logprobs, advantages, rows, len(minibatch), settings, step))
-        check_finite(weights=parameters_to_vector(learner.model.parameters()))
-    except FloatingPointError as error:  # save what led to it, beside the last good state
-        path = settings.folder / f"not-finite-{learner.name}.pt"
-        batch = {"tokens": rollout.tokens, "mask": rollout.mask, "old_logprobs": old_logprobs, "advantages": advantages}
-        harness.save(path, {"step": step + 1, "quantity": str(error), "weights": learner.model.state_dict(), **batch})
-        where = f"step {step + 1}, {learner.name}: {error}"
-        raise UserError(f"{where}; try a smaller --lr in another --out. What led to it is in {path}", code=1) from error
-    seconds = time.perf_counter() - began
-    record = measure(rollout, rewards, advantages, updates, settings)
-    speed = {"tokens_per_s": float(rollout.lengths.sum()) / seconds, "seconds": seconds}
-    learner.history.append({"step": step + 1} | record | speed)
-    return example(problems, texts, rewards, advantages, settings.group)
+def over_updates(updates):
+    """The means of a step's updates, of extreme ratios the extremes; nan where there was no update."""
+    if not updates:
+        return dict.fromkeys(UPDATE_METRICS, float("nan"))
+    summary = {}
+    for name in UPDATE_METRICS:
+        values = torch.stack([metrics[name] for metrics in updates])
+        summary[name] = float(values.mean())
+    summary["ratio_min"] = min(float(metrics["ratio_min"]) for metrics in updates)
+    summary["ratio_max"] = max(float(metrics["ratio_max"]) for metrics in updates)
+    return summary
 
 
-def example(problems, texts, rewards, advantages, group):
+def example(problems, texts, rewards, advantages):
     """The first problem that got both a right and a wrong response, with one of each and their advantages."""
+    group = len(texts) // len(problems)
     for i, problem in enumerate(problems):
         of_group = rewards[i * group : (i + 1) * group]
         if 1 in of_group and 0 in of_group:
             shown = f"{problem.prompt} ({of_group.count(1)} of {group} right)"
             for word, value in (("right", 1), ("wrong", 0)):
                 row = i * group + of_group.index(value)
-                shown += f"\n        {word}, advantage {advantages[row]:+.2f}: {texts[row]}"
+                shown += f"\n        {word}, advantage {advantages[row]:+.2f}: {harness.printable(texts[row])}"
             return shown
     return "no problem got both right and wrong responses at this step"
 
@@ -446,11 +242,11 @@ LOG_COLUMNS = {  # of the CSV, as the log shows them: heading, format, factor
 }
 
 
-def race(learners, settings, device, stop, first, before):
+def race(learners, settings, stop, first, before):
     """In lockstep: at each step every learner gets the same problems and the same sampling noise."""
     for step in harness.resumable("RL", first, settings.rl_steps, settings.save_every, stop, learners, before=before):
-        one_step = partial(rl_step, problems=problems_of(settings, step), settings=settings, step=step, device=device)
-        examples = harness.side_by_side(one_step, learners, device)
+        one_step = partial(rl_step, problems=problems_of(settings, step), settings=settings, step=step)
+        examples = harness.side_by_side(one_step, learners, learners[0].device)
         harness.log_step(step, {learner.name: learner.history[-1] for learner in learners}, LOG_COLUMNS)
         for learner, text in zip(learners, examples):
             harness.write_csv(settings.folder / f"{learner.name}.csv", learner.history)
@@ -461,62 +257,76 @@ def race(learners, settings, device, stop, first, before):
 
 
 def held_out_problems(settings):
-    """The same held-out problems whatever the seed, so that seeds can be compared; fewest numbers first."""
+    """The same held-out problems whatever the seed, so that seeds can be compared; fewest terms first."""
     problems = []
     for terms in settings.terms:
-        draw, found = random.Random(f"evaluation/{terms}"), {}
-        for _ in range(20 * settings.eval_problems):  # of sums of two numbers, only some 25 are held out
+        draw = rng("evaluation", terms)
+        found = {}
+        for _ in range(20 * settings.eval_problems):  # of sums of two terms, only some 25 are held out
             problem = make_problem(settings.task, terms, draw, largest=settings.largest, held_out=True)
             found.setdefault(problem.prompt, problem)
         problems += list(found.values())[: settings.eval_problems]
     return problems
 
 
-def evaluate(model, settings, device):
+def evaluate(model, settings):
     """For each number of terms, accuracy sampled (once, at temperature 1) and greedy: a list of dicts."""
-    problems, rewards, longest = held_out_problems(settings), {"sampled": [], "greedy": []}, settings.max_new_tokens
-    for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+    problems = held_out_problems(settings)
+    rewards = {"sampled": [], "greedy": []}
+    for way, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         for first in range(0, len(problems), 256):  # as many at once as memory likes
             batch = problems[first : first + 256]
-            prompts, options = [problem.prompt for problem in batch], {"temperature": temperature, "first_row": first}
-            with precision(settings, device):
-                texts = generate(model, prompts, max_new_tokens=longest, **options).texts()
-            rewards[mode] += verify(batch, texts, 1)
+            prompts = [problem.prompt for problem in batch]
+            options = {"max_new_tokens": settings.max_new_tokens, "temperature": temperature, "first_row": first}
+            with harness.precision(settings.dtype, model.embed.weight.device):
+                rollout = generate(model, prompts, **options)
+            rewards[way] += verify(batch, rollout.texts())
     results = []
     for terms in settings.terms:
         rows = [row for row, problem in enumerate(problems) if len(problem.numbers) == terms]
-        means = {mode: sum(rewards[mode][row] for row in rows) / len(rows) for mode in rewards}
-        results.append({"terms": terms, **means, "problems": len(rows)})
+        result = {"terms": terms}
+        for way in rewards:
+            result[way] = sum(rewards[way][row] for row in rows) / len(rows)
+        results.append(result | {"problems": len(rows)})
     return results
 
 
-def accuracy(results, name):
-    """Over the problems of three and more numbers: sums of two are nearly solved before RL."""
-    results = [r for r in results if r["terms"] >= 3] or results
-    return sum(r[name] * r["problems"] for r in results) / sum(r["problems"] for r in results)
+def counted(results):
+    """What accuracy is taken over: problems of three terms and more, since sums of two are nearly solved before RL."""
+    return [r for r in results if r["terms"] >= 3] or results
 
 
-def summary(learners, before, after):
+def accuracy(results, way):
+    """Of an evaluation, sampled or greedy: the share of right answers among the problems that are counted."""
+    results = counted(results)
+    return sum(r[way] * r["problems"] for r in results) / sum(r["problems"] for r in results)
+
+
+def report(learners, before, after):
     """The table at the end."""
-    terms = [r["terms"] for r in before]
-    numbers = f"{min(3, terms[-1])} to {terms[-1]} numbers" if terms[-1] > 3 else f"{terms[-1]} numbers"
-    log(f"\nheld-out accuracy    {numbers:<20}sampled, by how many numbers")
-    log(f"{'':20}sampled  greedy    " + "".join(f"{t:7d}" for t in terms))
+    terms = [r["terms"] for r in counted(before)]
+    over = f"{terms[0]} to {terms[-1]} terms" if len(terms) > 1 else f"{terms[0]} terms"
+    log(f"\nheld-out accuracy    {over:<20}sampled, by how many terms")
+    log(f"{'':20}sampled  greedy    " + "".join(f"{r['terms']:7d}" for r in before))
     for label, results in {"before": before, **after}.items():
         cells = "".join(f"{r['sampled']:7.3f}" for r in results)
         log(f"  {label:<18}{accuracy(results, 'sampled'):7.3f} {accuracy(results, 'greedy'):7.3f}    {cells}")
     log("\nreward from the first step to the last")
     for learner in learners:
         rewards = [record["reward"] for record in learner.history]
-        n, mean = len(rewards[-10:]), sum(rewards[-10:]) / len(rewards[-10:])
-        log(f"  {learner.name:<12}{harness.sparkline(rewards)}  mean of the last {n}: {mean:.3f}")
+        last = rewards[-10:]
+        curve = harness.sparkline(rewards)
+        log(f"  {learner.name:<12}{curve}  mean of the last {len(last)}: {sum(last) / len(last):.3f}")
 
 
 def describe(settings, device):
     """Print the settings, with a note on those under which the race says less."""
-    s, named = settings, ("preset", "task", "learners", "seed", "out")
-    preset = vars(parse_settings(["--preset", s.preset, "--task", s.task])[0])
-    changed = as_flags({k: v for k, v in vars(s).items() if k not in named and v != preset[k]})
+    s = settings
+    preset = vars(Settings(preset=s.preset, task=s.task))
+    changed = []
+    for name, value in vars(s).items():
+        if name not in ("preset", "task", "learners", "seed", "out") and value != preset[name]:
+            changed.append(harness.as_typed(name, value))
     with torch.device("meta"):
         total, active = Transformer(s.model_config).num_parameters()
     threads = f"{world_size()} x {torch.get_num_threads()} threads"
@@ -536,45 +346,161 @@ def describe(settings, device):
 
 def run(settings, device, state, stop):
     """Warm start, race, evaluation: from nothing, or from where a saved state ends."""
-    began, folder, racing = time.perf_counter(), settings.folder, state is not None and state["phase"] == "RL"
+    began = time.perf_counter()
+    folder = settings.folder
     describe(settings, device)
-    start = warm_start(settings, device, stop, None if racing else state)
-    learners = [Learner(name, copy.deepcopy(start), settings) for name in settings.learners]
-    if racing:
-        first, before = harness.restore(learners, state), state["before"]
+    if state is not None and state["phase"] == "RL":  # it holds all that is needed
+        models = [Transformer(settings.model_config).to(device) for _ in settings.learners]
     else:
-        first, before = 0, evaluate(start, settings, device)
+        start = warm_start(settings, device, stop, state)
+        state = None
+        models = [copy.deepcopy(start) for _ in settings.learners]
+    learners = [Learner(name, model, settings) for name, model in zip(settings.learners, models)]
+    if state is None:
+        first = 0
+        before = evaluate(start, settings)
         harness.save_state(folder, "RL", 0, learners, before=before)
+    else:
+        first = harness.restore(learners, state)
+        before = state["before"]
     log(f"before RL: accuracy {accuracy(before, 'sampled'):.3f} sampled, {accuracy(before, 'greedy'):.3f} greedy")
 
-    race(learners, settings, device, stop, first, before)
+    race(learners, settings, stop, first, before)
 
-    evaluations = harness.side_by_side(lambda learner: evaluate(learner.model, settings, device), learners, device)
-    after, table = dict(zip(settings.learners, evaluations)), []
+    evaluations = harness.side_by_side(lambda learner: evaluate(learner.model, settings), learners, device)
+    after = dict(zip(settings.learners, evaluations))
+    table = []
     for learner in learners:
         for stage, results in (("before", before), ("after", after[learner.name])):
             table += [{"learner": learner.name, "stage": stage} | result for result in results]
-        harness.save(folder / f"{learner.name}.pt", checkpoint(learner.model, learner=learner.name, **about(settings)))
+        content = checkpoint(learner.model, learner=learner.name, **settings.metadata)
+        harness.save(folder / f"{learner.name}.pt", content)
     harness.write_csv(folder / "eval.csv", table)
     harness.save_state(folder, "done", settings.rl_steps, learners, before=before)
-    summary(learners, before, after)
+    report(learners, before, after)
     log(f"\n{time.perf_counter() - began:.0f} s. In {folder}: eval.csv, and of each learner a .csv and a .pt")
-    question = ("--checkpoint", folder / f"{learners[0].name}.pt", EXAMPLES[settings.task])
-    log(f"next: {harness.command('sample.py', *question)}")
+    log(f"next: {harness.command('sample.py', EXAMPLES[settings.task], checkpoint=folder / f'{learners[0].name}.pt')}")
 
 
-def main(argv):
-    settings, resuming = parse_settings(argv)
+DTYPES = ("float32", "bfloat16")
+LEARNERS = ("gspo", "grpo", "gspo+replay", "grpo+replay")
+PRESETS = {
+    "tiny": {},
+    # 20M parameters, 2M of them active per token
+    "laptop-gpu": {
+        "width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "experts": 32, "expert_width": 192,
+        "max_terms": 10, "max_new_tokens": 128, "dtype": "bfloat16",
+        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 40, "micro_tokens": 4096,
+    },
+}  # fmt: skip
+OF_TASK = {"countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum
+WINDOW = {"nargs": 2, "metavar": ("LOW", "HIGH")}
+
+
+@dataclass
+class Settings:
+    """Every setting of a run, as the flags of the command line. What is not given is the preset's, or the default.
+
+    Raises ValueError for a value that is wrong, and for values that do not go together.
+    """
+
+    preset: str = flag("tiny", "sizes to start from; flags beside it win", choices=tuple(PRESETS), section="the run")
+    learners: list = flag(["gspo", "grpo"], "who races, from one warm start", nargs="+", choices=LEARNERS)
+    seed: int = flag(0, "of all randomness", between(0, 2**63 - 1))
+    out: str = flag("", "folder for the results; if none is given, out/PRESET-TASK-seedN")
+    device: str = flag("auto", "auto takes cuda, then mps, then cpu", choices=("auto", "cpu", "cuda", "mps"))
+    dtype: str = flag("float32", "of the matrix products (weights stay float32)", choices=DTYPES)
+    save_every: int = flag(10, "RL steps between saved states (imitation: 20 times as many)", natural)
+
+    task: str = flag("chain-sum", "sums, or countdowns of 3 or 4 terms", choices=tuple(TASKS), section="the task")
+    max_terms: int = flag(6, "most terms of a sum", between(2, 10))
+    largest: int = flag(9, "largest number in a problem", between(2, 99))
+    eval_problems: int = flag(200, "held-out problems per number of terms", natural)
+
+    width: int = flag(96, "model width C", natural, section="the model")
+    layers: int = flag(2, "transformer blocks L", natural)
+    heads: int = flag(4, "query heads H", natural)
+    kv_heads: int = flag(2, "key/value heads J", natural)
+    experts: int = flag(8, "experts per block E", natural)
+    experts_per_token: int = flag(2, "experts that each token goes through, K", natural)
+    expert_width: int = flag(96, "hidden width of one expert", natural)
+
+    warm_steps: int = flag(1200, "steps of imitation before RL", natural, section="imitation")
+    warm_batch: int = flag(64, "worked solutions per step of imitation", natural)
+    warm_lr: float = flag(3e-3, "peak learning rate of imitation", positive)
+    warm_think: float = flag(0.4, "share of worked solutions that reason before they answer", between(0, 1))
+    warm_chunk: int = flag(700, "tokens that go through the model at once in imitation", natural)
+    aux_coef: float = flag(0.01, "weight of the load-balance loss in imitation (RL has none)", between(0, 1))
+
+    rl_steps: int = flag(36, "RL steps of each learner", natural, section="reinforcement learning")
+    prompts: int = flag(32, "problems per RL step, P", natural)
+    group: int = flag(16, "responses per problem, G", at_least(2))
+    minibatches: int = flag(4, "optimizer steps per pass over a step's responses", natural)
+    epochs: int = flag(1, "passes over a step's responses", natural)
+    lr: float = flag(2e-4, "learning rate of RL, after a linear warm-up of 5 steps", positive)
+    temperature: float = flag(1.0, "of sampling, and of the log-probs that are trained", positive)
+    max_new_tokens: int = flag(64, "longest response; a longer one is cut and scored as it is", natural)
+    gspo_clip: list = flag([3e-3, 4e-3], "GSPO's window [1 - LOW, 1 + HIGH]", positive, **WINDOW)
+    grpo_clip: list = flag([0.2, 0.27], "GRPO's window [1 - LOW, 1 + HIGH]", positive, **WINDOW)
+    old_logprobs: str = flag("sampler", "the sampler's, or one more pass", choices=("sampler", "recompute"))
+    sampler_dtype: str = flag("float32", "bfloat16: an imprecise sampler, on purpose", choices=DTYPES)
+    micro_tokens: int = flag(2048, "tokens that go through the model at once in RL training", natural)
+
+    def __post_init__(self):
+        preset = PRESETS.get(str(self.preset), {}) | OF_TASK.get(str(self.task), {})
+        on_gpu = torch.cuda.is_available() and self.device in (None, "auto", "cuda")
+        if not (on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)):
+            preset.pop("dtype", None)  # bfloat16 only where the device has it natively
+        harness.complete(self, preset)
+        if self.prompts * self.group % self.minibatches:
+            raise ValueError(f"--minibatches {self.minibatches} does not divide {self.prompts * self.group} responses")
+        if len(set(self.learners)) < len(self.learners):
+            raise ValueError("--learners names one twice")
+        # <bos>, at most two digits and a sign for each term, and the target of a countdown
+        longest_prompt = 1 + 3 * max(self.terms.stop, 6)
+        if longest_prompt + self.max_new_tokens > self.model_config.context:
+            raise ValueError(f"--max-new-tokens {self.max_new_tokens} does not fit the context, {ModelConfig.context}")
+
+    @property
+    def folder(self):
+        return Path(self.out or f"out/{self.preset}-{self.task}-seed{self.seed}")
+
+    @property
+    def model_config(self):
+        return ModelConfig(**{name: value for name, value in vars(self).items() if name in ModelConfig.__annotations__})
+
+    @property
+    def metadata(self):
+        """Saved with the weights: the special tokens, and what the model was trained on."""
+        trained_on = {"task": self.task, "max_terms": self.terms[-1], "largest": self.largest}
+        return {"special_tokens": list(SPECIAL_TOKENS), **trained_on}
+
+    @property
+    def terms(self):
+        """How many terms a problem may have: a range."""
+        return range(2, self.max_terms + 1) if self.task == "chain-sum" else TASKS[self.task]
+
+    @property
+    def minibatch_size(self):
+        return self.prompts * self.group // self.minibatches
+
+    def random_problem(self, draw):
+        return make_problem(self.task, draw.choice(self.terms), draw, largest=self.largest)
+
+
+def main(argv=()):
+    """A run, as the words of the command line say; without any, the default run."""
+    settings, resuming = harness.parse_settings(Settings, argv, __doc__.splitlines()[0])
     device = harness.pick_device(settings.device)
     if settings.prompts % world_size():
-        raise UserError(f"--prompts {settings.prompts} do not divide among {world_size()} processes")
+        raise harness.UserError(f"--prompts {settings.prompts} do not divide among {world_size()} processes")
     if device.type == "mps" and "bfloat16" in (settings.dtype, settings.sampler_dtype):
         # reported for some versions of torch (pytorch issue 195910): sampler and trainer would disagree unnoticed
-        raise UserError("bfloat16 attention on an Apple GPU may see future tokens: use float32, or --device cpu")
+        raise harness.UserError("bfloat16 attention on an Apple GPU may see future tokens: add --device cpu")
     device = harness.start_processes(device)
     with (
         harness.run_folder(settings.folder, vars(settings), resuming) as state,
-        harness.stoppable(settings.folder, device) as stop,
+        harness.stoppable(settings.folder) as stop,
     ):
         if state is not None and state["phase"] == "done":
             log(f"{settings.folder} holds a finished run: nothing to resume")
