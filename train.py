@@ -53,6 +53,7 @@ class Learner(harness.Trainable):
         self.loss = partial(LOSSES[objective], clip_eps_low=low, clip_eps_high=high)
         self.replay = replay == "replay"
         self.settings = settings
+        self.metrics = UPDATE_METRICS
 
     def sampler(self):
         """The model that samples: the policy, or on purpose an engine that is not quite the trainer, a rounded copy."""
@@ -89,7 +90,7 @@ def rl_step(learner, problems, settings, step):
             if rows:
                 updates.append(update(learner, rollout, advantages, rows, settings, step))
     seconds = time.perf_counter() - began
-    record = measure(rollout, rewards, advantages, updates, settings)
+    record = measure(rollout, rewards, advantages, settings) | over_updates(updates, learner.metrics)
     speed = {"tokens_per_s": float(rollout.lengths.sum()) / seconds, "seconds": seconds}
     learner.history.append({"step": step + 1} | record | speed)
     return example(problems, texts, rewards, advantages)
@@ -176,14 +177,8 @@ def update(learner, rollout, advantages, rows, settings, step):
     return metrics | {"grad_norm": grad_norm, "expert_change": changed / choices}
 
 
-UPDATE_METRICS = (
-    "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
-    "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
-)  # fmt: skip
-
-
-def measure(rollout, rewards, advantages, updates, settings):
-    """What the responses of a step were like, and what its updates did: a dict of floats."""
+def measure(rollout, rewards, advantages, settings):
+    """What the responses of a step were like: a dict of floats."""
     mask = rollout.mask
     rewards = torch.tensor([float("nan") if r is None else r for r in rewards])
     thinks = ((rollout.tokens == THINK) & mask).any(1)
@@ -198,18 +193,23 @@ def measure(rollout, rewards, advantages, updates, settings):
         "think_frac": float(thinks.float().mean()),
         "truncated_frac": float(1 - ends.float().mean()),
         "entropy": float(rollout.entropy.sum() / mask.sum()),
-        **over_updates(updates),
         "load_imbalance": float(load.amax(1).mean()) * settings.experts,
         "zero_std_groups": float((advantages.view(-1, settings.group) == 0).all(1).float().mean()),
     }
 
 
-def over_updates(updates):
-    """The means of a step's updates, of extreme ratios the extremes; nan where there was no update."""
+UPDATE_METRICS = (
+    "clip_frac", "clip_frac_low", "clip_frac_high", "ratio_mean", "ratio_min", "ratio_max", "log_ratio_std",
+    "seq_log_ratio_std", "approx_kl", "grad_norm", "expert_change",
+)  # fmt: skip
+
+
+def over_updates(updates, names):
+    """The means of these metrics over a step's updates, of extreme ratios the extremes; nan without any update."""
     if not updates:
-        return dict.fromkeys(UPDATE_METRICS, float("nan"))
+        return dict.fromkeys(names, float("nan"))
     summary = {}
-    for name in UPDATE_METRICS:
+    for name in names:
         values = torch.stack([metrics[name] for metrics in updates])
         summary[name] = float(values.mean())
     summary["ratio_min"] = min(float(metrics["ratio_min"]) for metrics in updates)
