@@ -59,7 +59,7 @@ def imitation_step(trainable, settings, step):
         return nll.detach(), torch.autograd.grad(loss, parameters)
 
     # The micro-batches depend on the batch alone; each process takes its share of them.
-    micro_batches = split_by_length(lengths, settings.warm_chunk)[rank() :: world_size()]
+    micro_batches = split_by_length(lengths, settings.micro_tokens)[rank() :: world_size()]
     loss = torch.zeros((), device=trainable.device)
     for part, gradients in harness.side_by_side(loss_and_gradients, micro_batches, trainable.device):
         loss += part

@@ -390,7 +390,7 @@ PRESETS = {
     "laptop-gpu": {
         "width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "experts": 32, "expert_width": 192,
         "max_terms": 10, "max_new_tokens": 128, "dtype": "bfloat16",
-        "warm_steps": 800, "warm_lr": 2e-3, "warm_chunk": 1400, "rl_steps": 40, "micro_tokens": 4096,
+        "warm_steps": 800, "warm_lr": 2e-3, "rl_steps": 40, "micro_tokens": 4096,
     },
 }  # fmt: skip
 OF_TASK = {"countdown": {"max_new_tokens": 112}}  # a search takes more tokens than a sum
@@ -410,6 +410,7 @@ class Settings:
     out: str = flag("", "folder for the results; if none is given, out/PRESET-TASK-seedN")
     device: str = flag("auto", "auto takes cuda, then mps, then cpu", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("float32", "of the matrix products (weights stay float32)", choices=DTYPES)
+    micro_tokens: int = flag(900, "tokens of a micro-batch: what goes through the model at once in training", natural)
     save_every: int = flag(10, "RL steps between saved states (imitation: 20 times as many)", natural)
 
     task: str = flag("chain-sum", "sums, or countdowns of 3 or 4 terms", choices=tuple(TASKS), section="the task")
@@ -429,7 +430,6 @@ class Settings:
     warm_batch: int = flag(64, "worked solutions per step of imitation", natural)
     warm_lr: float = flag(3e-3, "peak learning rate of imitation", positive)
     warm_think: float = flag(0.4, "share of worked solutions that reason before they answer", between(0, 1))
-    warm_chunk: int = flag(700, "tokens that go through the model at once in imitation", natural)
     aux_coef: float = flag(0.01, "weight of the load-balance loss in imitation (RL has none)", between(0, 1))
 
     rl_steps: int = flag(36, "RL steps of each learner", natural, section="reinforcement learning")
@@ -444,7 +444,6 @@ class Settings:
     grpo_clip: list = flag([0.2, 0.27], "GRPO's window [1 - LOW, 1 + HIGH]", positive, **WINDOW)
     old_logprobs: str = flag("sampler", "the sampler's, or one more pass", choices=("sampler", "recompute"))
     sampler_dtype: str = flag("float32", "bfloat16: an imprecise sampler, on purpose", choices=DTYPES)
-    micro_tokens: int = flag(2048, "tokens that go through the model at once in RL training", natural)
 
     def __post_init__(self):
         preset = PRESETS.get(str(self.preset), {}) | OF_TASK.get(str(self.task), {})
