@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Sweeps: many short runs of `train.py` that ask one question each, over seeds.
+"""Sweeps: many short runs of `train.py`'s race that ask one question each, over seeds.
 
-    python experiments/run.py edge             all runs of one sweep, appended to experiments/results/edge.csv
-    python experiments/run.py edge --quick     one seed, in a few minutes, to experiments/results/quick-edge.csv
-    python experiments/plot.py edge            the table and the figure, from the rows alone
+    python experiments/run.py pushed            all runs of one sweep, appended to experiments/results/pushed.csv
+    python experiments/run.py pushed --quick    one seed, to experiments/results/quick-pushed.csv
+    python experiments/claims.py                the verdicts, from the rows alone
 
-A run is one learner on the default preset, in a process of its own with one thread; two run at a time on two cores. A
-seed decides warm start, problems and noise, so settings are compared pairwise, seed by seed. Rows that a sweep already
-has are not run again: after an interruption, start it again. No run is left out: one that ends in nan has accuracy 0.
+A run is one learner on the default preset, in a process of its own with one thread; as many run at a time as there are
+cores. A seed decides warm start, problems and noise, so settings are compared seed by seed, and all settings of a seed
+are run before the next seed is. Rows that a sweep already has are not run again: after an interruption, start it again.
+No run is left out: what a run that ended in nan did not reach counts as 0.
 
-Choices (which window) are made on seeds 100 to 102, `choose`; what is reported uses seeds 0 to 4, `seeds` 0 to 19.
+Choices (which rate, which window) are made on seeds 100 to 104, in `choose`, the same search for both objectives. What
+is claimed uses seeds 20 to 39, on which nothing had been run when the table of claims was written (`claims.py`).
+
+A row names the commit it was run on, and a hash of its warm start: the same seed gives another start on another kind of
+processor, and only rows with the same start are compared.
 """
 
-import argparse
 import copy
-import csv
+import hashlib
 import json
 import os
 import shutil
@@ -22,120 +26,88 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from rows import RESULTS, append, child, mean, read, select
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+import harness  # noqa: E402
 import train  # noqa: E402
+from harness import at_least, between, flag  # noqa: E402
+from imitate import warm_start  # noqa: E402
+from model import load_model  # noqa: E402
 
-RESULTS, SCRATCH = HERE / "results", HERE.parent / "out" / "sweeps"
-REPORTED, SEEDS = range(5), {"choose": range(100, 103), "seeds": range(20)}
+SCRATCH = HERE.parent / "out" / "sweeps"
+CHOOSING = range(100, 105)
+CLAIMED = range(20, 40)
+GSPO = (3e-3, 4e-3)  # the windows of the default run
+GRPO = (0.2, 0.27)
 NEVER = 1e9  # half a window that nothing leaves
-NOT_FINITE = 3  # exit status of a run that ended in nan
-
-# The windows of the default run, and GRPO's best at the edge, as `choose` found (GSPO's best is its default).
-GSPO, GRPO, NARROW = (3e-3, 4e-3), (0.2, 0.27), (0.006, 0.0081)
-TUNED, EDGE = 2e-4, 8e-4
-LONGER = "--max-terms 10 --max-new-tokens 96"
+PUSHED = {"lr": 8e-4, "minibatches": 8}
 
 
-def arm(name, learner, lr, window, steps=36, **variant):
-    """One setting. variant: `weight` and `clip` for `decomposed`; `sign`, for one sign of the advantage only; `bits`
-    that the sampler's weights are rounded to; `flags` of train.py, and `world`, those that the warm start depends on.
-    """
-    return {"arm": name, "learner": learner, "lr": lr, "low": window[0], "high": window[1], "steps": steps, **variant}
+# What only experiments vary
+
+FILLER = "so ok hm now then well yes and".split()
+UNITS = ("own", "sequence", "token", "no")
 
 
-def scaled(window, factor):
-    return tuple(float(f"{half * factor:.2g}") for half in window)
+@dataclass
+class Settings(train.Settings):
+    """Those of `train.py`, and what only experiments vary."""
+
+    filler: int = flag(0, "random words after each step of a worked solution", at_least(0), section="the experiment")
+    weight: str = flag("own", "whose ratio weighs a token's gradient (see `decomposed`)", choices=UNITS)
+    clip: str = flag("own", "whose ratio decides what is clipped", choices=UNITS)
+    sign: int = flag(0, "1: only right answers teach, -1: only wrong ones", between(-1, 1))
+    bits: int = flag(32, "that the sampler's matrices are rounded to", between(2, 32))
+
+    def random_problem(self, draw):
+        problem = super().random_problem(draw)
+        if not self.filler:
+            return problem
+        words = copy.deepcopy(draw)  # so that the next problem is the same whatever the number of words
+        steps = [" ".join([step, *words.choices(FILLER, k=self.filler)]) for step in problem.steps.split()]
+        return replace(problem, steps=" ".join(steps))
 
 
-WIDTHS = (0.03, 0.1, 0.3, 1, 3, 10)
-EDGE_RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.2e-3, 1.6e-3)
-EDGE_ARMS = (
-    ("gspo", "gspo", GSPO),
-    ("grpo", "grpo", GRPO),
-    ("grpo, narrow", "grpo", NARROW),
-    ("gspo+replay", "gspo+replay", GSPO),
-    ("grpo+replay", "grpo+replay", GRPO),
-)
+DRIFTS = ("right_drift", "right_lost", "wrong_drift", "wrong_lost")
 
 
-def arm_of_updates(edge_arm, n, lr):
-    """With n updates per step, each on an nth of its responses; 4 is the default."""
-    name, learner, window = edge_arm
-    return arm(f"{name}, {n} updates", learner, lr, window, **({"flags": f"--minibatches {n}"} if n != 4 else {}))
+class Learner(train.Learner):
+    """A learner whose loss and sampler are changed as the settings say, and who also records `drifts`."""
 
+    def __init__(self, name, model, settings):
+        super().__init__(name, model, settings)
+        self.own_loss = self.loss
+        self.loss = self.changed_loss
+        self.metrics += DRIFTS
 
-SWEEPS = {
-    # Which window, for either objective, where the learning rate is too high? Which rate, at the default windows?
-    "choose": [arm("gspo", "gspo", EDGE, scaled(GSPO, x)) for x in WIDTHS]
-    + [arm("grpo", "grpo", EDGE, scaled(GRPO, x)) for x in WIDTHS]
-    + [arm(f"{a}, rate", a, lr, window) for a, window in (("gspo", GSPO), ("grpo", GRPO)) for lr in EDGE_RATES[:3]],
-    # At which learning rate does each of them break?
-    "edge": [arm(name, learner, lr, window) for lr in EDGE_RATES for name, learner, window in EDGE_ARMS],
-    # Does anything break slowly, just inside the edge?
-    "slow": [arm(name, learner, 4e-4, window, steps=180) for name, learner, window in EDGE_ARMS[:2]],
-    # Twenty seeds where five mislead; and GSPO's own gradient, rounded otherwise, as the control.
-    "seeds": [arm(name, learner, EDGE, window) for name, learner, window in EDGE_ARMS]
-    + [arm("gspo, rounded otherwise", "gspo", EDGE, GSPO, weight="sequence", clip="sequence")]
-    + [arm(name, learner, 1.2e-3, window) for name, learner, window in EDGE_ARMS[:3]]
-    + [arm_of_updates(x, 16, 4e-4) for x in EDGE_ARMS[:2]]
-    + [arm_of_updates(x, 8, EDGE) for x in EDGE_ARMS]
-    + [arm(f"{name}, longer", learner, EDGE, window, world=LONGER) for name, learner, window in EDGE_ARMS[:2]],
-    # The ratio's unit, or the clip's?
-    "unit": [
-        arm(f"{weight} ratio, {clip} clip", "gspo", EDGE, NARROW if clip == "token" else GSPO, weight=weight, clip=clip)
-        for weight in ("sequence", "token", "no")
-        for clip in ("sequence", "token", "no")
-    ],
-    # How wide a window?
-    "window": [
-        arm(learner, learner, lr, (NEVER, NEVER) if x is None else scaled(window, x))
-        for lr in (EDGE, TUNED)
-        for learner, window in (("gspo", GSPO), ("grpo", GRPO))
-        for x in (*WIDTHS[1:], None)
-    ],
-    # Which half of the window, and which half of the gradient?
-    "why": [
-        arm(f"{learner}, {name}", learner, EDGE, window, **variant)
-        for learner, (low, high) in (("gspo", GSPO), ("grpo", NARROW))
-        for name, window, variant in (
-            ("both halves", (low, high), {}),
-            ("clips wrong answers", (low, NEVER), {}),
-            ("clips right answers", (NEVER, high), {}),
-            ("never clips", (NEVER, NEVER), {}),
-            ("right answers only, never clips", (NEVER, NEVER), {"sign": 1}),
-            ("wrong answers only, never clips", (NEVER, NEVER), {"sign": -1}),
-        )
-    ],
-    # How stale may the data be? One update on all responses of a step (the control: every ratio is 1), or up to 16.
-    "staleness": [arm_of_updates(x, n, lr) for lr in EDGE_RATES[1:4] for n in (1, 2, 4, 8, 16) for x in EDGE_ARMS[:2]],
-    # How precise must the sampler's log-probs be?
-    "precision": [
-        arm(f"{learner}, {sampler}, {old}", learner, lr, window, **rounding)
-        for lr, coarse in ((TUNED, (8, 5, 4)), (EDGE, (8,)))
-        for learner, _, window in EDGE_ARMS[:2]
-        for sampler, old, rounding in (
-            ("float32", "sampler", {}),
-            ("bfloat16", "sampler", {"flags": "--sampler-dtype bfloat16"}),
-            ("bfloat16", "recompute", {"flags": "--sampler-dtype bfloat16 --old-logprobs recompute"}),
-            *((f"{bits} bits", "sampler", {"bits": bits}) for bits in coarse),
-            *((f"{bits} bits", "recompute", {"bits": bits, "flags": "--old-logprobs recompute"}) for bits in coarse),
-        )
-    ],
-    # Does the picture hold when responses are longer?
-    "longer": [
-        arm(name, learner, lr, window, world=LONGER) for lr in (TUNED, EDGE) for name, learner, window in EDGE_ARMS[:3]
-    ],
-    # Does search pay?
-    "countdown": [
-        arm(name, learner, TUNED, window, world="--task countdown") for name, learner, window in EDGE_ARMS[:2]
-    ],
-}
+    def sampler(self):
+        return super().sampler() if self.settings.bits == 32 else rounded(self.model, self.settings.bits)
+
+    def changed_loss(self, logprobs, old_logprobs, advantages, mask, *, num_sequences=None):
+        moved = drifts(logprobs.detach(), old_logprobs, advantages, mask)
+        if self.settings.sign:
+            advantages = torch.where(advantages * self.settings.sign > 0, advantages, 0)
+        loss, metrics = self.own_loss(logprobs, old_logprobs, advantages, mask, num_sequences=num_sequences)
+        if self.settings.weight != "own":
+            loss = decomposed(
+                self.settings.weight,
+                self.settings.clip,
+                logprobs,
+                old_logprobs,
+                advantages,
+                mask,
+                low=self.own_loss.keywords["clip_eps_low"],
+                high=self.own_loss.keywords["clip_eps_high"],
+                num_sequences=num_sequences or len(mask),
+            )
+        return loss, metrics | moved
 
 
 def decomposed(weight, clip, logprobs, old_logprobs, advantages, mask, *, low, high, num_sequences):
@@ -147,38 +119,33 @@ def decomposed(weight, clip, logprobs, old_logprobs, advantages, mask, *, low, h
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0).detach()
-    ratios = {"token": log_ratio.exp(), "sequence": (log_ratio.sum(1, keepdim=True) / lengths).exp()}
-    ratios["no"] = torch.ones_like(log_ratio)
-    a, of_clip = advantages[:, None], ratios[clip]
-    keep = torch.where(a < 0, of_clip >= 1 - low, of_clip <= 1 + high)
+    ratios = {
+        "token": log_ratio.exp(),
+        "sequence": (log_ratio.sum(1, keepdim=True) / lengths).exp(),
+        "no": torch.ones_like(log_ratio),
+    }
+    a = advantages[:, None]
+    keep = torch.where(a < 0, ratios[clip] >= 1 - low, ratios[clip] <= 1 + high)
     terms = torch.where(mask, keep * ratios[weight] * a * logprobs, 0)
     return -(terms.sum(1, keepdim=True) / lengths).sum() / num_sequences
 
 
-DRIFTS = ("right_drift", "right_lost", "wrong_drift", "wrong_lost")
-
-
 def drifts(logprobs, old_logprobs, advantages, mask):
     """Of the tokens of right and of wrong responses: mean log-ratio, and the share of which e-fold less is left."""
-    log_ratio, moved = logprobs - old_logprobs, []
+    log_ratio = logprobs - old_logprobs
+    moved = []
     for rows in (advantages > 0, advantages < 0):
         chosen = mask & rows[:, None]
         count = chosen.sum().clamp(min=1)
-        moved += [torch.where(chosen, log_ratio, 0).sum() / count, (chosen & (log_ratio < -1)).sum() / count]
+        moved.append(torch.where(chosen, log_ratio, 0).sum() / count)
+        moved.append((chosen & (log_ratio < -1)).sum() / count)
     return dict(zip(DRIFTS, moved))
-
-
-# What a row keeps of a run: means over its steps, and values step by step.
-MEANS = (
-    "reward", "clip_frac", "clip_frac_low", "clip_frac_high", "expert_change", "approx_kl", "grad_norm", "seconds",
-    "log_ratio_std", "seq_log_ratio_std", *DRIFTS,
-)  # fmt: skip
-SERIES = ("reward", "entropy", "length", "clip_frac", "ratio_min", "ratio_max", "grad_norm", *DRIFTS)
 
 
 def rounded(model, bits):
     """A copy whose matrices are rounded to so many bits, each row on a scale of its own."""
-    model, levels = copy.deepcopy(model), 2 ** (bits - 1) - 1
+    model = copy.deepcopy(model)
+    levels = 2 ** (bits - 1) - 1
     for p in model.parameters():
         if p.dim() > 1:
             scale = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-12) / levels
@@ -186,183 +153,270 @@ def rounded(model, bits):
     return model
 
 
-def run_one(setting, folder, cached, flags=()):
-    """In a process of its own: `train.py` with one learner, its loss and its sampler changed as the setting says."""
-    objective = setting["learner"].partition("+")[0]
-    plain = train.LOSSES[objective]
-
-    def loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low, clip_eps_high, num_sequences=None):
-        moved = drifts(logprobs.detach(), old_logprobs, advantages, mask)
-        if "sign" in setting:
-            advantages = torch.where(advantages * setting["sign"] > 0, advantages, 0)
-        window = {"clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high}
-        value, metrics = plain(logprobs, old_logprobs, advantages, mask, **window, num_sequences=num_sequences)
-        if "weight" in setting and num_sequences is not None:  # the call whose gradient is taken
-            parts = (setting["weight"], setting["clip"], logprobs, old_logprobs, advantages, mask)
-            value = decomposed(*parts, low=clip_eps_low, high=clip_eps_high, num_sequences=num_sequences)
-        return value, metrics | moved
-
-    train.LOSSES[objective] = loss
-    train.UPDATE_METRICS += DRIFTS
-    if "bits" in setting:
-        respond, generate = train.respond, train.generate
-
-        def respond_rounded(*args):
-            train.generate = lambda model, *a, **k: generate(rounded(model, setting["bits"]), *a, **k)
-            try:
-                return respond(*args)
-            finally:
-                train.generate = generate
-
-        train.respond = respond_rounded
-    evaluate, before = train.evaluate, cached / "before.json"
-
-    def evaluate_once(*args):  # a warm start is evaluated once for all runs from it
-        if before.exists() and not (folder / f"{setting['learner']}.csv").exists():
-            return json.loads(before.read_text())
-        return evaluate(*args)
-
-    train.evaluate = evaluate_once
-    options = {"out": folder, "device": "cpu", "save-every": 1000, "rl-steps": setting["steps"]}
-    options |= {"seed": setting["seed"], "learners": setting["learner"], "lr": setting["lr"]}
-    words = [word for k, v in options.items() for word in (f"--{k}", str(v))]
-    words += [f"--{objective}-clip", str(setting["low"]), str(setting["high"])]
-    words += [*setting.get("world", "").split(), *setting.get("flags", "").split(), *flags]
-    try:
-        train.main(words)
-    except train.UserError as error:
-        sys.exit(NOT_FINITE if error.code == 1 else str(error))
+# The sweeps
 
 
-def warm_folder(world, seed):
-    return SCRATCH / f"warm{world.replace(' ', '')}-{seed}"
+def arm(name, learner, seeds=20, **settings):
+    """One setting of a sweep, to be run with this many of its seeds."""
+    return {"arm": name, "learner": learner, "seeds": seeds, "settings": settings}
 
 
-def warm_starts(pool, needed):
-    """Makes those of these (world, seed) that are not there yet."""
-    missing = sorted((w, seed) for w, seed in needed if not (warm_folder(w, seed) / "before.json").exists())
-    list(tqdm(pool.map(lambda x: child("warm", x[1], warm_folder(*x), x[0]), missing), "warm starts", len(missing)))
+def scaled(objective, factor):
+    """{setting: window}: the default window of this objective, so many times as wide."""
+    window = GSPO if objective == "gspo" else GRPO
+    return {f"{objective}_clip": [float(f"{half * factor:.2g}") for half in window]}
 
 
-def warm(seed, folder, world):
-    """In a process of its own: the warm start of a seed, and its evaluation."""
-    settings, _ = train.parse_settings(["--seed", str(seed), "--out", str(folder), "--device", "cpu", *world.split()])
-    folder.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cpu")
-    with train.harness.stoppable(folder, device) as stop:
-        model = train.warm_start(settings, device, stop, None)
-    (folder / "before.json").write_text(json.dumps(train.evaluate(model, settings, device)))
+# What is chosen, for either objective by the same search: {regime: (what all its runs share, rates, widths)}.
+CHOICES = {
+    "tuned": ({}, (1e-4, 2e-4, 4e-4, 8e-4), (0.3, 1, 3, 10)),
+    "pushed": ({"minibatches": 8}, (8e-4,), (0.1, 0.3, 1, 3, 10, 30)),
+    "coarse": ({"bits": 4}, (2e-4,), (1, 3, 10, 30, 100)),
+}
 
 
-def child(*words, script=__file__):
-    """Runs a script of ours in a process with one thread. Returns (exit status, what it printed)."""
-    command = [sys.executable, script, "--child", *map(str, words)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, NOT_FINITE):
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
-    return done.returncode, done.stdout
-
-
-def read(path):
-    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
-
-
-def accuracy(rows, stage, way):
-    """As `train.py` has it, of the rows of a stage."""
-    rows = [
-        {"terms": int(r["terms"]), way: float(r[way]), "problems": int(r["problems"])}
-        for r in rows
-        if r["stage"] == stage
+def candidates(regime, objective):
+    """The arms among which a rate and a window are chosen."""
+    shared, rates, widths = CHOICES[regime]
+    return [
+        arm(f"{regime}, {objective}, {lr:g}, x{width:g}", objective, 5, lr=lr, **shared, **scaled(objective, width))
+        for lr in rates
+        for width in widths
     ]
-    return train.accuracy(rows, way)
 
 
-def mean(steps, name):
-    values = [float(r[name]) for r in steps if r[name] != "nan"]
-    return sum(values) / len(values) if values else float("nan")
+def best(regime, objective):
+    """{"lr": ..., "gspo_clip": ...}: of the candidates, what has the highest mean reward over its five seeds."""
+    rows = read(RESULTS / "choose.csv")
+    arms = candidates(regime, objective)
+    if any(len(select(rows, arm=x["arm"])) < 5 for x in arms):
+        raise harness.UserError(f"nothing is chosen yet for {regime}: first python experiments/run.py choose")
+    settings = max(arms, key=lambda x: mean(rows, "mean_reward", arm=x["arm"]))["settings"]
+    return {name: settings[name] for name in ("lr", f"{objective}_clip")}
 
 
-def variant(setting):
-    """What else distinguishes a setting, as text."""
-    names = ("weight", "clip", "sign", "bits", "flags", "world")
-    return " ".join(f"{name}={setting[name]}" for name in names if name in setting)
+def choose():
+    """Which rate and which window, in each regime that is tuned?"""
+    return [x for regime in CHOICES for objective in ("gspo", "grpo") for x in candidates(regime, objective)]
 
 
-def measure(setting, known):
-    """Runs one setting with one seed, unless a row of the same work is known. Returns its row."""
-    if same := known.get(work(setting)):
-        return same | {"arm": setting["arm"]}
-    seed, name = setting["seed"], "-".join(str(v).replace(" ", "_") for v in setting.values())
-    cached, folder = warm_folder(setting.get("world", ""), seed), SCRATCH / name
+def tuned():
+    """Each objective at its best."""
+    return [arm(objective, objective, **best("tuned", objective)) for objective in ("gspo", "grpo")]
+
+
+def pushed():
+    """Where the rate is too high and the data stale: eight updates a step. And the objective taken apart."""
+    arms = [arm(objective, objective, **PUSHED) for objective in ("gspo", "grpo")]
+    for weight in ("sequence", "token", "no"):
+        for clip, objective in (("sequence", "gspo"), ("token", "grpo"), ("no", "gspo")):
+            window = {"gspo_clip": [NEVER, NEVER]} if clip == "no" else {}
+            name = f"{weight} ratio, {clip} clip"
+            arms.append(arm(name, objective, **PUSHED, weight=weight, clip=clip, **window))
+    return arms
+
+
+def pushed_best():
+    """The same, each objective with its best window there."""
+    return [arm(objective, objective, **PUSHED | best("pushed", objective)) for objective in ("gspo", "grpo")]
+
+
+def experts():
+    """How many experts, of which a token takes two? With two the model is dense: nothing is there to replay."""
+    arms = []
+    for count in (2, 8, 64):
+        for learner in ("gspo", "grpo", "gspo+replay", "grpo+replay"):
+            if count > 2 or "replay" not in learner:
+                arms.append(arm(f"{learner}, {count} experts", learner, **PUSHED, experts=count))
+    return arms
+
+
+def length():
+    """How long are the responses? Longer ones say more words that do not matter."""
+    arms = []
+    for words, tokens, seeds in ((0, 64, 20), (4, 150, 20), (8, 225, 10)):
+        for objective in ("gspo", "grpo"):
+            longer = {"filler": words, "max_new_tokens": tokens}
+            arms.append(arm(f"{objective}, {words} words", objective, seeds, **PUSHED, **longer))
+    return arms
+
+
+def precision():
+    """How precise must the sampler be, and does it help to recompute its log-probs?"""
+    samplers = {
+        "float32": {},
+        "bfloat16": {"sampler_dtype": "bfloat16"},
+        "8 bits": {"bits": 8},
+        "5 bits": {"bits": 5},
+        "4 bits": {"bits": 4},
+    }
+    arms = []
+    for objective in ("gspo", "grpo"):
+        for window, settings in (("default", {"lr": 2e-4}), ("best", best("coarse", objective))):
+            for sampler, rounding in samplers.items():
+                for old in ("sampler", "recompute"):
+                    claimed = sampler == "4 bits" or (sampler == "bfloat16" and window == "default")
+                    name = f"{objective}, {window} window, {sampler}, {old}"
+                    arms.append(arm(name, objective, 20 if claimed else 5, old_logprobs=old, **settings, **rounding))
+    return arms
+
+
+SWEEPS = {f.__name__: f for f in (choose, tuned, pushed, pushed_best, experts, length, precision)}
+
+
+# One run
+
+# What a row keeps: means over the steps, and values step by step.
+MEANS = (
+    "clip_frac", "clip_frac_low", "clip_frac_high", "expert_change", "approx_kl", "grad_norm", "seconds", "length",
+    "log_ratio_std", "seq_log_ratio_std", "entropy", "think_frac", *DRIFTS,
+)  # fmt: skip
+SERIES = ("reward", "length", "clip_frac")
+
+
+def run_one(learner, values, warm, folder):
+    """In a process of its own: prints a run's records and evaluation. values: its settings; warm: its warm start."""
+    settings = Settings(**values, learners=[learner], out=str(folder), device="cpu", save_every=10**6)
+    racing = Learner(learner, load_model(warm)[0].train(), settings)
+    broke = False
+    evaluation = []
+    try:
+        with harness.stoppable(folder) as stop:
+            train.race([racing], settings, stop, first=0, before=[])
+        evaluation = train.evaluate(racing.model, settings)
+    except harness.UserError as error:
+        broke = error.code == 1  # a nan
+        if not broke:
+            raise
+    print(json.dumps({"history": racing.history, "evaluation": evaluation, "broke": broke}))
+
+
+def warm_one(values, folder):
+    """In a process of its own: the warm start of these settings, and its evaluation, into a folder."""
+    settings = Settings(**values, out=str(folder), device="cpu", save_every=10**6)
+    with harness.stoppable(folder) as stop:
+        model = warm_start(settings, torch.device("cpu"), stop, None)
+    print(json.dumps(train.evaluate(model, settings)))
+
+
+WARM = ("seed", "experts", "filler", "max_new_tokens")  # settings of arms that imitation, or its evaluation, depends on
+
+
+def warm_values(values):
+    return {name: value for name, value in values.items() if name in WARM}
+
+
+def warm_folder(values):
+    """Where the warm start of such runs is kept."""
+    return SCRATCH / ("warm-" + "-".join(f"{name}{value}" for name, value in sorted(warm_values(values).items())))
+
+
+def make_warm_start(values):
+    """Make it, unless it is there. Its evaluation comes last: where that is, all is."""
+    folder = warm_folder(values)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "before.json").exists():
+        _, printed = child(__file__, "--child", "warm", json.dumps(warm_values(values)), folder)
+        (folder / "before.json").write_text(printed.splitlines()[-1], encoding="utf-8")
+
+
+def fingerprint(path):
+    """Eight hexadecimal digits that tell whether two warm starts have the same weights."""
+    digest = hashlib.sha256()
+    for weight in load_model(path)[0].state_dict().values():
+        digest.update(weight.numpy().tobytes())
+    return digest.hexdigest()[:8]
+
+
+def as_text(values):
+    """The settings of a run that are not the default's, as flags; the seed has a column of its own."""
+    plain = vars(Settings())
+    settings = vars(Settings(**values))
+    changed = [f.name for f in fields(Settings) if settings[f.name] != plain[f.name] and f.name != "seed"]
+    return " ".join(harness.as_typed(name, settings[name]) for name in changed)
+
+
+def measure(chosen, seed, commit, known):
+    """Run one arm with one seed, unless a row of the same work is known. Returns its row."""
+    values = chosen["settings"] | {"seed": seed}
+    warm = warm_folder(values) / "warm.pt"
+    same = {"learner": chosen["learner"], "settings": as_text(values), "seed": str(seed), "start": fingerprint(warm)}
+    found = select(known, **same)
+    if found:
+        return found[0] | {"arm": chosen["arm"]}
+    folder = SCRATCH / f"{chosen['arm']}-{seed}".replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    shutil.copy(cached / "warm.pt", folder)
     began = time.perf_counter()
-    broke = child("run", json.dumps(setting), folder, cached)[0] == NOT_FINITE
-    seconds = time.perf_counter() - began
-    steps, evaluation = read(folder / f"{setting['learner']}.csv"), read(folder / "eval.csv")
-    before = [r | {"stage": "before"} for r in json.loads((cached / "before.json").read_text())]
-    late = steps[-10:]
-    row = {name: setting[name] for name in ("arm", "learner", "lr", "low", "high", "steps", "variant", "seed")}
-    row |= {"before": accuracy(before, "before", "sampled")}
-    row["after"] = 0.0 if broke else accuracy(evaluation, "after", "sampled")
-    row["greedy"] = 0.0 if broke else accuracy(evaluation, "after", "greedy")
-    for column in ("reward", "think_frac", "length", "entropy"):
-        row[f"late_{column}"] = mean(late, column)
-    for column in MEANS:
-        row[f"mean_{column}"] = mean(steps, column)
-    row |= {f"{column}_by_step": " ".join(f"{float(r[column]):.4g}" for r in steps) for column in SERIES}
-    row |= {"broke": int(broke), "seconds": round(seconds)}
+    _, printed = child(__file__, "--child", "run", json.dumps(values), folder, chosen["learner"], warm)
+    run = json.loads(printed.splitlines()[-1])
     shutil.rmtree(folder)
-    return {k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items()}
+    history = run["history"]
+    rewards = [record["reward"] for record in history]
+    rewards += [0.0] * (Settings(**values).rl_steps - len(rewards))  # not reached
+    before = json.loads((warm.parent / "before.json").read_text(encoding="utf-8"))
+    row = {"arm": chosen["arm"]} | same | {"commit": commit, "before": train.accuracy(before, "sampled")}
+    row["mean_reward"] = sum(rewards) / len(rewards)
+    row["best_six"] = max(sum(rewards[i : i + 6]) / 6 for i in range(len(rewards) - 5))
+    row["accuracy"] = 0.0 if run["broke"] else train.accuracy(run["evaluation"], "sampled")
+    row["greedy"] = 0.0 if run["broke"] else train.accuracy(run["evaluation"], "greedy")
+    for name in MEANS:
+        row[f"mean_{name}"] = mean(history, name)
+    for name in SERIES:
+        row[f"{name}_by_step"] = " ".join(f"{record[name]:.4g}" for record in history)
+    return row | {"broke": int(run["broke"]), "seconds": round(time.perf_counter() - began)}
 
 
-def work(row):
-    """What was run, whatever it is called."""
-    return (
-        row["learner"],
-        row["variant"],
-        *(f"{float(row[name]):.5g}" for name in ("lr", "low", "high", "steps", "seed")),
-    )
+def sweep(name, quick, workers):
+    """All runs of a sweep that its file does not hold yet, seed by seed. Sweeps share runs of the same work."""
+    path = RESULTS / f"{'quick-' if quick else ''}{name}.csv"
+    seeds = CHOOSING if name == "choose" else CLAIMED
+    known = [row for other in sorted(RESULTS.glob("*.csv")) for row in read(other) if "start" in row]
+    done = {(row["arm"], row["seed"]) for row in read(path)}
+    runs = []
+    for i, seed in enumerate([0] if quick else seeds):
+        for chosen in SWEEPS[name]():
+            if i < chosen["seeds"] and (chosen["arm"], str(seed)) not in done:
+                runs.append((chosen, seed))
+    commit = last_commit()
 
+    def one(chosen, seed):
+        return measure(chosen, seed, commit, known)
 
-def sweep(name, seeds, path, workers):
-    """All runs of a sweep that its file does not hold yet. Sweeps share runs of the same work."""
-    known = {work(row): row for other in sorted(RESULTS.glob("*.csv")) for row in read(other) if "variant" in row}
-    done = {(row["arm"], work(row)) for row in read(path)}
-    runs = [(setting | {"variant": variant(setting), "seed": seed}) for seed in seeds for setting in SWEEPS[name]]
-    runs = [run for run in runs if (run["arm"], work(run)) not in done]
     with ThreadPoolExecutor(workers) as pool:
-        warm_starts(pool, {(run.get("world", ""), run["seed"]) for run in runs if work(run) not in known})
-        for row in tqdm(pool.map(lambda run: measure(run, known), runs), name, len(runs), smoothing=0):
-            new = not path.exists()
-            with open(path, "a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, row.keys(), lineterminator="\n")
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+        starts = {warm_folder(chosen["settings"] | {"seed": seed}): (chosen, seed) for chosen, seed in runs}
+        made = pool.map(lambda x: make_warm_start(x[0]["settings"] | {"seed": x[1]}), starts.values())
+        for _ in tqdm(made, "warm starts", len(starts)):
+            pass
+        for row in tqdm(pool.map(lambda run: one(*run), runs), name, len(runs), smoothing=0):
+            append(path, row)
+    print(f"{len(read(path))} rows in {path}")
+
+
+def last_commit():
+    """The last one that changed what is run; with a plus if there are changes that are not committed."""
+    git = ("git", "-C", str(HERE.parent))
+    code = ("--", ":(glob)*.py", "experiments/run.py")
+    found = subprocess.run([*git, "log", "-1", "--format=%h", *code], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "status", "--porcelain", *code], capture_output=True, text=True, check=True)
+    return found.stdout.strip() + ("+" if changed.stdout else "")
 
 
 def main(argv):
     if argv[:1] == ["--child"]:
         torch.set_num_threads(1)
-        task, *words = argv[1:]
+        task, values, folder, *more = argv[1:]
         if task == "warm":
-            return warm(int(words[0]), Path(words[1]), words[2])
-        return run_one(json.loads(words[0]), *map(Path, words[1:]))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sweep", choices=tuple(SWEEPS))
-    parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
+            return warm_one(json.loads(values), Path(folder))
+        learner, warm = more
+        return run_one(learner, json.loads(values), warm, Path(folder))
+    parser = harness.Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("sweep", choices=tuple(SWEEPS), help="which")
+    parser.add_argument("--quick", action="store_true", help="one seed, of those that were explored")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
     args = parser.parse_args(argv)
-    seeds = SEEDS.get(args.sweep, REPORTED)
-    path = RESULTS / f"{'quick-' * args.quick}{args.sweep}.csv"
-    sweep(args.sweep, seeds[:1] if args.quick else seeds, path, args.workers)
-    print(f"{len(read(path))} rows in {path}")
+    sweep(args.sweep, args.quick, args.workers)
 
 
 if __name__ == "__main__":
-    from harness import run_program
-
-    run_program(main)
+    harness.run_program(main)
