@@ -3,21 +3,25 @@
 
     pip install -r requirements.txt -r experiments/requirements.txt
     python experiments/bench.py                  all parts; prints a table, writes experiments/results/bench.csv
-    python experiments/bench.py rl_step --pairs 9
+    python experiments/bench.py rl_step_natural --pairs 9
+    python experiments/bench.py --profile laptop_step       where the time of our side goes
 
 For each part two processes stay up, one for each side, and take turns: ours, peer, ours, peer, ... so that a machine
 that slows down slows both. What is compared is the ratio within a pair. Before anything is timed, both sides must give
-the same log-probs (within 1e-4) for the same tokens. Shape of the yardstick: C=128, L=4, H=4, 2 key/value heads, E=8,
-K=2, expert width 128, our byte vocabulary; 32 prompts x 16 samples, 64 new tokens, 4 updates a step. What a real run
-does is measured on a preset after its warm start, with responses that end where the model ends them and the verifier's
-own rewards: sample_natural, rl_step_natural and second_core (our step with two threads and with one) on the default
-preset, laptop_step on laptop-gpu. warm_start is imitation on the same batches. Linux or macOS.
+the same log-probs (within 1e-4) for the same tokens. The work is that of a real run: a preset's model after its warm
+start, its prompts, responses that end where the model ends them, the verifier's own rewards.
 
-    python experiments/bench.py --profile laptop_step       where the time of our side goes
+    default_run        `python train.py`, whole, with all cores: seconds
+    warm_start         imitation on the same batches
+    sample_natural     sampling 32 x 16 responses on the default preset
+    rl_step_natural    a step of GSPO on the default preset: sampling, rewards, 4 updates; peak_memory comes with it
+    laptop_step        the same on the laptop-gpu preset, on this machine's CPU
+    moe_e64_over_e8    our MoE layer with 64 experts against 8, forward and backward: the same work, in smaller pieces
+
+Linux or macOS.
 """
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -28,40 +32,34 @@ import tempfile
 import time
 from pathlib import Path
 
+from rows import RESULTS, environment, write
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-P, G, NEW, UPDATES = 32, 16, 64, 4
+P = 32
+G = 16
+UPDATES = 4
 UNITS = {
-    "sample_forced": "tokens/s",
-    "sample_natural": "responses/s",
-    "logprobs_fwd_bwd": "tokens/s",
-    "rl_step": "steps/s",
-    "rl_step_natural": "steps/s",
-    "laptop_step": "steps/s",
-    "warm_start": "tokens/s",
-    "second_core": "s",
-    "peak_memory": "MB",
-    "moe_e64_over_e8": "ms",
-    "flop_bound": "GFLOP/s",
     "default_run": "s",
+    "warm_start": "tokens/s",
+    "sample_natural": "responses/s",
+    "rl_step_natural": "steps/s",
+    "peak_memory": "MB",
+    "laptop_step": "steps/s",
+    "moe_e64_over_e8": "ms",
 }
-PRESET = {"sample_natural": "tiny", "rl_step_natural": "tiny", "second_core": "tiny", "laptop_step": "laptop-gpu"}
-TERMS, LONGEST = {"tiny": 6, "laptop-gpu": 10}, {"tiny": NEW, "laptop-gpu": 128}
+PRESET = {"sample_natural": "tiny", "rl_step_natural": "tiny", "laptop_step": "laptop-gpu"}
+TERMS = {"tiny": 6, "laptop-gpu": 10}
+LONGEST = {"tiny": 64, "laptop-gpu": 128}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # One side of one part, in a process of its own. It prints "ready", then one measurement for each line it reads.
 
 
 def our_model(checkpoint):
-    import torch
+    from model import load_model
 
-    from model import ModelConfig, Transformer, load_model
-
-    if checkpoint:
-        return load_model(checkpoint)[0].train()
-    torch.manual_seed(0)
-    return Transformer(ModelConfig(width=128, layers=4, heads=4, kv_heads=2, expert_width=128))
+    return load_model(checkpoint)[0].train()
 
 
 def peer_model(ours):
@@ -80,7 +78,8 @@ def peer_model(ours):
         max_position_embeddings=c.context, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
-    config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "grouped_mm"
     d = c.head_size
     halves = torch.cat([torch.arange(0, d, 2), torch.arange(1, d, 2)])
     weights = {"model.embed_tokens.weight": ours.embed.weight, "model.norm.weight": ours.norm.weight}
@@ -143,126 +142,67 @@ def left_padded(prompts):
 
 
 def sampling(side, checkpoint):
-    """Seconds to sample P x G responses; without a checkpoint the end token is ignored, so that each has NEW tokens."""
+    """Seconds to sample P x G responses."""
     import torch
 
     import sample
 
-    ours, (_, prompts) = our_model(checkpoint), work()
+    ours = our_model(checkpoint)
+    _, prompts = work()
     if side == "ours":
-        if not checkpoint:
-            sample.ended_places = lambda token: []
-        return lambda: sample.generate(ours, prompts, samples_per_prompt=G, max_new_tokens=NEW)
+        return lambda: sample.generate(ours, prompts, samples_per_prompt=G, max_new_tokens=LONGEST["tiny"])
     peer = peer_model(ours).eval()
     check_equal(ours, peer)
     ids, mask = left_padded(prompts)
-    options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW, disable_compile=True)
-    if not checkpoint:
-        options["min_new_tokens"] = NEW
+    options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, disable_compile=True)
 
     @torch.inference_mode()
     def run():
-        peer.generate(input_ids=ids, attention_mask=mask, **options)
+        peer.generate(input_ids=ids, attention_mask=mask, max_new_tokens=LONGEST["tiny"], **options)
 
     return run
-
-
-def logprobs(side):
-    """Seconds of a forward and backward pass over P x G rows of prompt and NEW tokens, in chunks as each likes best."""
-    import torch
-
-    from model import score, split_by_length
-
-    ours, (_, prompts) = our_model(None), work()
-    new = torch.randint(0, 256, (P * G, NEW), generator=torch.Generator().manual_seed(2))
-    if side == "ours":
-        from sample import PAD
-
-        rows = [prompts[i // G] + new[i].tolist() for i in range(P * G)]
-        chunks = []
-        for chunk in split_by_length([len(row) for row in rows], 2048):
-            longest = max(len(rows[i]) for i in chunk)
-            tokens = torch.tensor([rows[i] + [PAD] * (longest - len(rows[i])) for i in chunk])
-            chunks.append((tokens, [(len(rows[i]) - NEW, len(rows[i])) for i in chunk]))
-
-        def run():
-            ours.zero_grad(set_to_none=True)
-            for tokens, spans in chunks:
-                (-score(ours, tokens, spans)[0].sum() / (P * G * NEW)).backward()
-
-        return run
-    from trl.trainer.utils import selective_log_softmax
-
-    peer = peer_model(ours).train()
-    check_equal(ours, peer)
-    ids, mask = left_padded(prompts)
-    ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-
-    def run():
-        peer.zero_grad(set_to_none=True)
-        for part, part_mask in zip(ids.split(128), mask.split(128)):
-            out = peer(input_ids=part, attention_mask=part_mask, logits_to_keep=NEW + 1, use_cache=False)
-            (-selective_log_softmax(out.logits[:, :-1], part[:, -NEW:]).sum() / (P * G * NEW)).backward()
-
-    return run
-
-
-def jitter(text):
-    """Random weights never solve a problem: a hash of the text as reward keeps the work alive."""
-    return 0.01 * (sum(text.encode()) % 7)
 
 
 def our_settings(preset):
     import train
 
-    sizes = f"--prompts {P} --group {G} --minibatches {UPDATES} --max-new-tokens {LONGEST[preset]}"
-    return train.parse_settings(f"--preset {preset} --device cpu {sizes} --lr 1e-4 --gspo-clip 3e-4 4e-4".split())[0]
+    sizes = {"prompts": P, "group": G, "minibatches": UPDATES, "max_new_tokens": LONGEST[preset]}
+    return train.Settings(preset=preset, device="cpu", lr=1e-4, gspo_clip=[3e-4, 4e-4], **sizes)
 
 
-def our_rl_step(checkpoint, preset="tiny", learners=("gspo",)):
-    """Seconds of a whole step of these learners; without a checkpoint as in `sampling`, and with made-up rewards."""
-    import copy
-
-    import torch
-
-    import harness
-    import sample
+def our_rl_step(checkpoint, preset="tiny"):
+    """Seconds of a whole step of GSPO."""
     import train
 
-    if not checkpoint:
-        sample.ended_places = lambda token: []
-        train.verify = lambda problems, texts, group: [jitter(text) for text in texts]
-    settings, model = our_settings(preset), our_model(checkpoint)
-    racing = [train.Learner(name, copy.deepcopy(model), settings) for name in learners]
-    problems, steps, cpu = work(preset)[0], iter(range(10**6)), torch.device("cpu")
-
-    def run():
-        step = next(steps)
-        harness.side_by_side(lambda learner: train.rl_step(learner, problems, settings, step, cpu), racing, cpu)
-
-    return run
+    settings = our_settings(preset)
+    learner = train.Learner("gspo", our_model(checkpoint), settings)
+    problems, _ = work(preset)
+    steps = iter(range(10**6))
+    return lambda: train.rl_step(learner, problems, settings, next(steps))
 
 
 def imitation(side):
     """Seconds of ten steps of imitation on the same batches, from random weights of the default preset's shape."""
     import torch
 
-    import train
+    import harness
+    import imitate
     from model import Transformer
     from sample import PAD
 
-    settings, steps = our_settings("tiny"), iter(range(10**6))
+    settings = our_settings("tiny")
+    steps = iter(range(10**6))
     torch.manual_seed(0)
     ours = Transformer(settings.model_config)
     if side == "ours":
-        learner = train.Learner("warm", ours, settings)
-        return lambda: [train.imitate(learner, settings, next(steps), torch.device("cpu")) for _ in range(10)]
+        trainable = harness.Trainable("warm", ours)
+        return lambda: [imitate.imitation_step(trainable, settings, next(steps)) for _ in range(10)]
     peer = peer_model(ours).train()
     check_equal(ours, peer)
     optimizer = torch.optim.AdamW(peer.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def step():
-        solutions, prompts = train.worked_solutions(settings, next(steps))
+        solutions, prompts = imitate.worked_solutions(settings, next(steps))
         longest = max(map(len, solutions))
         ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in solutions])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in solutions])
@@ -293,7 +233,8 @@ def peer_rl_steps(turn, checkpoint, preset="tiny"):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
     )
-    problems, ours = work(preset)[0], our_model(checkpoint)
+    problems, _ = work(preset)
+    ours = our_model(checkpoint)
     peer = peer_model(ours)
     check_equal(ours, peer)
     config = GRPOConfig(
@@ -303,13 +244,14 @@ def peer_rl_steps(turn, checkpoint, preset="tiny"):
         max_completion_length=LONGEST[preset],
         max_steps=10**6, num_iterations=1, importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4,
         epsilon_high=4e-4, beta=0.0, scale_rewards="group", router_aux_loss_coef=0.0, temperature=1.0, top_p=1.0,
-        top_k=0, generation_kwargs={} if checkpoint else {"min_new_tokens": NEW}, learning_rate=1e-4,
+        top_k=0, learning_rate=1e-4,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, logging_steps=10**6, seed=0,
         dataloader_pin_memory=False,
     )  # fmt: skip
 
     class TakeTurns(TrainerCallback):
-        updates, began = 0, None
+        updates = 0
+        began = None
 
         def on_step_end(self, args, state, control, **kwargs):
             self.updates += 1
@@ -317,13 +259,10 @@ def peer_rl_steps(turn, checkpoint, preset="tiny"):
                 turn(None if self.began is None else time.perf_counter() - self.began)
                 self.began = time.perf_counter()
 
-    def made_up(completions, **kwargs):
-        return [jitter(text) for text in completions]
-
     data = Dataset.from_list([{"prompt": problem.prompt, "solution": problem.answer} for problem in problems] * 50)
     GRPOTrainer(
         model=peer,
-        reward_funcs=accuracy_reward if checkpoint else made_up,
+        reward_funcs=accuracy_reward,
         args=config,
         train_dataset=data,
         processing_class=tokenizer,
@@ -338,7 +277,8 @@ def moe(experts):
     from moe import MoE
 
     torch.manual_seed(0)
-    layer, x = MoE(128, experts, 2, 128), torch.randn(4096, 128, requires_grad=True)
+    layer = MoE(128, experts, 2, 128)
+    x = torch.randn(4096, 128, requires_grad=True)
 
     def run():
         x.grad = None
@@ -361,16 +301,12 @@ def child(part, side, threads, checkpoint):
             os._exit(0)
 
     preset = PRESET.get(part, "tiny")
-    if part in ("rl_step", "rl_step_natural", "laptop_step") and side == "peer":
+    if part in ("rl_step_natural", "laptop_step") and side == "peer":
         peer_rl_steps(turn, checkpoint, preset)
     run = {
-        "sample_forced": lambda: sampling(side, checkpoint),
         "sample_natural": lambda: sampling(side, checkpoint),
-        "logprobs_fwd_bwd": lambda: logprobs(side),
-        "rl_step": lambda: our_rl_step(checkpoint),
         "rl_step_natural": lambda: our_rl_step(checkpoint),
         "laptop_step": lambda: our_rl_step(checkpoint, preset),
-        "second_core": lambda: our_rl_step(checkpoint, preset, ("gspo", "grpo")),
         "warm_start": lambda: imitation(side),
         "moe_e64_over_e8": lambda: moe(64 if side == "ours" else 8),
     }[part]()
@@ -383,15 +319,16 @@ def child(part, side, threads, checkpoint):
         seconds = time.perf_counter() - began
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Both sides in turns
 
 
 class Side:
     def __init__(self, part, side, threads, checkpoint):
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-        env = os.environ | {name: str(threads) for name in names}
-        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+        env = environment(threads) | {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         words = [sys.executable, __file__, "--child", part, side, "--threads", str(threads)]
         words += ["--checkpoint", str(checkpoint)] if checkpoint else []
         pipe = subprocess.PIPE
@@ -420,8 +357,7 @@ def median(values):
 
 
 def take_turns(part, pairs, threads, checkpoint):
-    two = part == "second_core"  # there both sides are ours: with two threads, and with one
-    sides = [Side(part, side, 2 if two and side == "ours" else threads, checkpoint) for side in ("ours", "peer")]
+    sides = [Side(part, side, threads, checkpoint) for side in ("ours", "peer")]
     results = [[side.measure() for side in sides] for _ in range(pairs)]
     for side in sides:
         side.end()
@@ -438,53 +374,27 @@ def row(part, ours, peer, ratios, threads):
 
 
 def bench(part, pairs, threads, checkpoint):
-    """Rows of the table for one part (two for rl_step: its memory is a part of its own)."""
-    if part == "flop_bound":
-        return [flop_bound(pairs, threads)]
-    amount = {"sample_forced": P * G * NEW, "sample_natural": P * G}.get(part, 1)
-    if part == "logprobs_fwd_bwd":
-        amount = sum(len(prompt) for prompt in work()[1]) * G + P * G * NEW
+    """Rows of the table for one part (two for rl_step_natural: its memory is a part of its own)."""
     results = take_turns(part, pairs, threads, checkpoint)
-    ours, peer = ([pair[side]["seconds"] for pair in results] for side in (0, 1))
-    if part == "warm_start":
-        import train
-
-        amount = sum(sum(map(len, train.worked_solutions(our_settings("tiny"), step)[0])) for step in range(10))
-    if part == "second_core":
-        return [row(part, median(ours), median(peer), [b / a for a, b in zip(ours, peer)], threads)]
+    ours = [pair[0]["seconds"] for pair in results]
+    peer = [pair[1]["seconds"] for pair in results]
+    faster = [b / a for a, b in zip(ours, peer)]
     if part == "moe_e64_over_e8":  # here "peer" is the same layer with 8 experts, and less is better
-        ratios = [a / b for a, b in zip(ours, peer)]
-        return [row(part, 1e3 * median(ours), 1e3 * median(peer), ratios, threads)]
-    rows = [row(part, amount / median(ours), amount / median(peer), [b / a for a, b in zip(ours, peer)], threads)]
-    if part == "rl_step":
-        a, b = (results[-1][side]["memory"] for side in (0, 1))
-        rows.append(row("peak_memory", a, b, [a / b], threads))
+        slower = [a / b for a, b in zip(ours, peer)]
+        return [row(part, 1e3 * median(ours), 1e3 * median(peer), slower, threads)]
+    amount = 1
+    if part == "sample_natural":
+        amount = P * G
+    if part == "warm_start":
+        import imitate
+
+        settings = our_settings("tiny")
+        amount = sum(sum(map(len, imitate.worked_solutions(settings, step)[0])) for step in range(10))
+    rows = [row(part, amount / median(ours), amount / median(peer), faster, threads)]
+    if part == "rl_step_natural":
+        ours, peer = (results[-1][side]["memory"] for side in (0, 1))
+        rows.append(row("peak_memory", ours, peer, [ours / peer], threads))
     return rows
-
-
-def flop_bound(pairs, threads):
-    """Useful FLOPs of log-probs, forward and backward, per second, against what a large matrix product reaches here."""
-    import torch
-
-    torch.set_num_threads(threads)
-    a = torch.randn(1024, 1024)
-    (_, prompts), config = work(), our_model(None).config
-    _, active = our_model(None).num_parameters()
-    head = config.width * config.vocab_size
-    tokens = sum(len(prompt) + NEW - 1 for prompt in prompts) * G
-    # 2 FLOPs per weight forward, 4 backward; the head works on responses alone; attention over the positions before
-    flops = 6 * ((active - head) * tokens + head * P * G * NEW)
-    pairs_seen = sum(n * (n + 1) // 2 for prompt in prompts for n in [len(prompt) + NEW - 1]) * G
-    flops += 3 * 4 * config.layers * config.width * pairs_seen
-    side, ours, peak = Side("logprobs_fwd_bwd", "ours", threads, None), [], []
-    for _ in range(pairs):
-        ours.append(flops / side.measure()["seconds"] / 1e9)
-        began = time.perf_counter()
-        for _ in range(20):
-            a @ a
-        peak.append(20 * 2 * 1024**3 / (time.perf_counter() - began) / 1e9)
-    side.end()
-    return row("flop_bound", median(ours), median(peak), [b / a for a, b in zip(ours, peak)], threads)
 
 
 def profile(part, checkpoint):
@@ -505,8 +415,10 @@ def profile(part, checkpoint):
         setattr(holder, name, wrapped)
 
     run = our_rl_step(checkpoint, PRESET[part])
-    run(), run()  # to warm up
+    for _ in range(2):  # to warm up
+        run()
     timed(train, "respond", "sampling")
+    timed(train, "verify", "rewards")
     timed(train, "update", "log-probs, backward, optimizer")
     timed(train.Learner, "step", "of these, optimizer")
     timed(train, "rl_step", "the step")
@@ -536,9 +448,12 @@ def main():
         child(*args.child, args.threads, args.checkpoint)
     parts = [args.profile] if args.profile else args.parts or [part for part in UNITS if part != "peak_memory"]
     if unknown := [part for part in parts if part not in UNITS or part == "peak_memory"]:
-        parser.error(f"unknown part {unknown[0]}: choose from {', '.join(UNITS)} (peak_memory comes with rl_step)")
+        parser.error(
+            f"unknown part {unknown[0]}: choose from {', '.join(UNITS)} (peak_memory comes with rl_step_natural)"
+        )
 
-    rows, checkpoints = [], {}
+    rows = []
+    checkpoints = {}
     with tempfile.TemporaryDirectory() as folder:
         for preset in dict.fromkeys(PRESET[part] for part in parts if part in PRESET):
             print(f"warm start of {preset} ...", file=sys.stderr)
@@ -565,11 +480,8 @@ def main():
     for r in rows:
         print(" | ".join(str(value) for value in r.values()))
     if not args.parts:
-        path = Path(__file__).parent / "results" / "bench.csv"
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        path = RESULTS / "bench.csv"
+        write(path, rows)
         print(f"written to {path}")
 
 
