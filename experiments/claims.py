@@ -89,28 +89,28 @@ CLAIMS = (
     Claim(
         4,
         "the sampler's log-probs or recomputed ones, bfloat16, GSPO",
-        "precision",
+        "sampler",
         ("gspo, default window, bfloat16, sampler", "gspo, default window, bfloat16, recompute"),
         paper=0,
     ),
     Claim(
         4,
         "the sampler's log-probs or recomputed ones, 4 bits: GSPO's gap minus GRPO's",
-        "precision",
+        "sampler",
         ("gspo, default window, 4 bits, sampler", "gspo, default window, 4 bits, recompute"),
         ("grpo, default window, 4 bits, sampler", "grpo, default window, 4 bits, recompute"),
     ),
     Claim(
         4,
         "the same, each at its best window",
-        "precision",
+        "sampler",
         ("gspo, best window, 4 bits, sampler", "gspo, best window, 4 bits, recompute"),
         ("grpo, best window, 4 bits, sampler", "grpo, best window, 4 bits, recompute"),
     ),
     Claim(
         4,
         "the objectives on the sampler's log-probs, 4 bits, best windows",
-        "precision",
+        "sampler",
         ("gspo, best window, 4 bits, sampler", "grpo, best window, 4 bits, sampler"),
     ),
 )

@@ -10,7 +10,7 @@ cores. A seed decides warm start, problems and noise, so settings are compared s
 are run before the next seed is. Rows that a sweep already has are not run again: after an interruption, start it again.
 No run is left out: what a run that ended in nan did not reach counts as 0.
 
-Choices (which rate, which window) are made on seeds 100 to 104, in `choose`, the same search for both objectives. What
+Choices (which rate, which window) are made on seeds 100 to 104, in `choices`, the same search for both objectives. What
 is claimed uses seeds 20 to 39, on which nothing had been run when the table of claims was written (`claims.py`).
 
 A row names the commit it was run on, and a hash of its warm start: the same seed gives another start on another kind of
@@ -187,15 +187,15 @@ def candidates(regime, objective):
 
 def best(regime, objective):
     """{"lr": ..., "gspo_clip": ...}: of the candidates, what has the highest mean reward over its five seeds."""
-    rows = read(RESULTS / "choose.csv")
+    rows = read(RESULTS / "choices.csv")
     arms = candidates(regime, objective)
     if any(len(select(rows, arm=x["arm"])) < 5 for x in arms):
-        raise harness.UserError(f"nothing is chosen yet for {regime}: first python experiments/run.py choose")
+        raise harness.UserError(f"nothing is chosen yet for {regime}: first python experiments/run.py choices")
     settings = max(arms, key=lambda x: mean(rows, "mean_reward", arm=x["arm"]))["settings"]
     return {name: settings[name] for name in ("lr", f"{objective}_clip")}
 
 
-def choose():
+def choices():
     """Which rate and which window, in each regime that is tuned?"""
     return [x for regime in CHOICES for objective in ("gspo", "grpo") for x in candidates(regime, objective)]
 
@@ -241,7 +241,7 @@ def length():
     return arms
 
 
-def precision():
+def sampler():
     """How precise must the sampler be, and does it help to recompute its log-probs?"""
     samplers = {
         "float32": {},
@@ -261,7 +261,7 @@ def precision():
     return arms
 
 
-SWEEPS = {f.__name__: f for f in (choose, tuned, pushed, pushed_best, experts, length, precision)}
+SWEEPS = {f.__name__: f for f in (choices, tuned, pushed, pushed_best, experts, length, sampler)}
 
 
 # One run
@@ -370,7 +370,7 @@ def measure(chosen, seed, commit, known):
 def sweep(name, quick, workers):
     """All runs of a sweep that its file does not hold yet, seed by seed. Sweeps share runs of the same work."""
     path = RESULTS / f"{'quick-' if quick else ''}{name}.csv"
-    seeds = CHOOSING if name == "choose" else CLAIMED
+    seeds = CHOOSING if name == "choices" else CLAIMED
     known = [row for other in sorted(RESULTS.glob("*.csv")) for row in read(other) if "start" in row]
     done = {(row["arm"], row["seed"]) for row in read(path)}
     runs = []
