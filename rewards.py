@@ -128,9 +128,9 @@ _SHORT_WORDS = frozenset(
     "mm cm dm km m nm in ft yd mi ha sq cu g mg kg lb lbs oz ton l ml cl dl cc qt pt gal tsp s ms sec min h hr hrs day wk mo "
     "yr yrs am pm mph kph kmh fps rpm hz khz mhz kb mb gb tb w kw kwh kj deg rad mol pa kpa usd eur gbp inr yen won "
     "man men boy kid guy cat dog pig cow hen bee egg pie cup mug jar can box bag bed bus car van toy hat cap pen key row "
-    "set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet tie fan age fee tax tip pet ant pea "
-    "a an the of in on at by for per to as is are was and so he she it we you her his its our all old new big red due ago "
-    "who has had did got".split()
+    "set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet tie fan age fee tax tip pet ant tea gum ice jam oil "
+    "a an the of in on at by for per to as is are was and so he she it we you her his its our all old new big red due ago now "
+    "who has had did got up".split()
 )
 _ONE = (
     r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)"
@@ -139,7 +139,7 @@ _ONE = (
 _LOADED = re.compile(
     rf"{_ONE}+(?:e?s|ths?|fold)?|{_ONE}*(?:first|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"  # not second
     r"|dozens?|scores?|gross|grand|lakhs?|crores?|lacs|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
-    r"|minus|negatives?|below|beneath|under|subzero|or|nor|not|never|n?either|else|otherwise|unless|except|between"
+    r"|minus|negatives?|below|beneath|under|subzero|or|nor|not|never|n?either|else|otherwise|unless|except"
     r"|about|around|roughly|nearly|almost|circa|approx(?:imately)?|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum"
     r"|upwards?|respectively|versus|instead|rather|wrong|incorrect|false|infinit[ey]|plus|added|subtracted|divided|multiplied"
     r"|raised|power|squared|cubed|doubled?|tripled?|quadrupled?|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo"
@@ -195,8 +195,10 @@ def _read(text):
 _CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
 _STRETCH = re.compile(r"(?:\\[A-Za-z]+|(?<=[0-9])[eE](?=[+-]?[0-9])|[^A-Za-z])+")  # between two words
 _SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
-_JOINED = re.compile(
-    r"[0-9][^A-Za-z0-9]*(?:and|to|of|in|by|over|through|for)$|\b(?:out of|up to|than|per|over|above|times)$", re.I
+_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: one word between two numbers may only be a verb
+    r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|were|equals|makes|gives|leaves|totals)$)[A-Za-z]+(?: and| of)?$"
+    r"|\b(?:up to|than|per|over|above|times)$",
+    re.I,
 )
 
 
@@ -228,15 +230,21 @@ def _last_number(text, *, at_the_end=False):
     number = place.strip(" \"'“”").rstrip(" ,;:/'\"”")
     unit = place[place.index(number) + len(number) :] + after
     if not at_the_end:
-        pause, words = re.match(r"([^A-Za-z]*)((?:[A-Za-z]+[²³]?(?: ?/ ?|[ -])?){0,3})", unit).groups()
-        unit = (
-            ""
-            if set(pause) & set(",;:'\"") and not _LOADED.match(words)
-            else (pause + words).rstrip(" /-").removesuffix(" a")
-        )
+        unit = _next_words(unit)
     if _read(number) is None or _read(number + unit) is None:
         return None
     return _spell(number, _SPELLINGS + _WRAPPINGS)
+
+
+def _next_words(after):
+    """Up to three words after a number, as far as they may change it; of those behind a comma, only one that does."""
+    pause, words = re.match(r"([^A-Za-z]*)((?:[A-Za-z]+[²³]?(?: ?/ ?|[ -])?){0,3})", after).groups()
+    if set(pause) & set(",;:'\"") and not _LOADED.match(words):
+        return ""
+    for word in re.findall("[A-Za-z]+", words)[1:]:
+        if len(word) <= 3 and word.lower() not in _SHORT_WORDS and not _LOADED.fullmatch(word):
+            words = words.partition(f" {word}")[0]  # no unit
+    return (pause + words).rstrip(" /-").removesuffix(" a")
 
 
 def _may_follow(before, place):

@@ -49,7 +49,7 @@ EXTRACTED = [
     ("\\boxed{6} so the answer is 5", "6"), ("The answer is 5\n#### 6", "6"), ("#### 6\nThe answer is 5", "5"),
 ]  # fmt: skip
 LAST_NUMBERS = [
-    ("so 72.", "72"), ("2+3=5", "5"), ("1 1/4 cups", "1 1/4"), ("there are 3 and 4 left", "4"), ("(42)", "42"),
+    ("so 72.", "72"), ("2+3=5", "5"), ("1 1/4 cups", "1 1/4"), ("there are 3 and 4 left", None), ("(42)", "42"),
     ("none", None), ("<answer></answer> 5", None),  # a marker, though empty, forbids the fallback
     ("<think>5", None), ("<think>5</think> none", None), ("so \\(42\\)<|im_end|>", "42"),
 ]  # fmt: skip
