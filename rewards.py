@@ -28,7 +28,7 @@ EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "7 5 3 = 9"}
 _END_OF_TURN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>")  # <|im_end|> and the like
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 _MARKER = re.compile(
-    r"####|\b(?P<final>final\s{1,3})?answer[*_]*\s*(?:[:=]|is\b[*_]*(?:,?\s+(?:therefore|thus|hence|then|so|simply)\b,?)?\s*:?)"
+    r"####|\b(?P<final>final\s)?answer[*_]*\s*(?:[:=]|is\b[*_]*(?:,?\s(?:therefore|thus|hence|then|so)\b,?)?\s*:?)"
     r"(?:[*_]+(?=\s))?(?:\s*(?:\\\[|\$\$)\s*\n)?",
     re.I,
 )
@@ -96,14 +96,11 @@ _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,19}|[0-9]{1,60})"  # 12,345 but n
 _PART = rf"(?:\{{ ?([+-]? ?{_INTEGER}) ?\}}|([0-9]))"  # of \frac{3}{4} or of \frac34
 _SPELLINGS = [  # applied, from the inside outwards, until nothing changes
     (r"(?<=[0-9]) ?(?:\{ ?, ?\}(?:\\!)? ?|, ?\\! ?|\\[,;:])(?=[0-9]{3})", ","),  # thousands
-    (r"\\[()\[\],;:!> ]|\\(?:q?quad|enspace|thinspace|displaystyle|left|right)(?![A-Za-z])|\s+", " "),  # blanks
+    (r"\\[()\[\],;:!> ]|\\(?:q?quad|(?:thin|en)space|displaystyle|left|right)(?![A-Za-z])|\s+", " "),  # blanks
     (r"(?<=[^\s*(~])~|~(?= ?[A-Za-z}])", " "),  # a blank too, but ~5 is about 5
     (rf"\\[dtc]?frac ?{_PART} ?{_PART}", r" \1\2/\3\4 "),  # a/b; blanks around it, lest anything be glued to it
     (r" ?(?:\\times|\\cdot|[×·*x]) ?10 ?\^ ?(?:\{ ?([+-]?[0-9]+) ?\}|([+-]?[0-9]+))", r"e\1\2 "),
-    (
-        r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:bf|it|rm|sf|tt)|emph|operatorname|mbox|f?box|boxed) ?\{([^{}]*)\}",
-        r" \1 ",
-    ),
+    (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|up|normal)?|emph|operatorname|[mf]?box(?:ed)?) ?\{([^{}]*)\}", r" \1 "),
     (r"\*\*([^*]+)\*\*", r" \1 "),
 ]
 _WRAPPINGS = [  # of a whole answer
@@ -117,35 +114,37 @@ _WORD = r"(?:[A-Za-z]{2,20}|[ghlmsL]|a(?= ))(?: ?\^ ?(?:-?[1-3]|\{ ?-?[1-3] ?\})
 _TOUCHING = r"(?:[cdkm]m|[km]g|m[lLs]|min|hrs?|secs?|[km]ph|lbs?|ft|oz|USD|EUR|GBP)(?![A-Za-z])"
 _NUMBER = re.compile(
     rf"(?:(?:[A-Za-z]|\\[a-z]+)? ?= ?)?(?P<sign>[+-]? ?(?:{_CURRENCY} ?)?|{_CURRENCY} ?[+-] ?)"
-    rf"(?:(?:(?P<whole>{_INTEGER}) |(?P<top_sign>[+-]) ?)?(?P<top>{_INTEGER}) ?/ ?(?P<bottom_sign>[+-]?) ?(?P<bottom>{_INTEGER})"
+    rf"(?:(?:(?P<whole>{_INTEGER}) |(?P<top_sign>[+-]) ?)?(?P<top>{_INTEGER}) ?/"
+    rf" ?(?P<bottom_sign>[+-]?) ?(?P<bottom>{_INTEGER})"
     rf"|(?P<decimal>{_INTEGER}(?:\.[0-9]{{0,60}})?|\.[0-9]{{1,60}})(?:[eE](?P<exponent>[+-]?[0-9]{{1,2}}))?)"
     rf"(?: ?(?P<percent>\\?%|per ?cent|pct)| ?{_CURRENCY}| ?(?:°|\^ ?(?:\\circ|\{{ ?\\circ ?\}})|\\degree) ?[CF]?)?"
     rf"(?P<unit>(?:,? | ?/ ?|(?={_TOUCHING})){_WORD}(?:(?:,? | ?/ ?|-){_WORD}){{0,24}})?"
 )
-# After the number may stand any word that leaves its value alone. Up to three letters: one of these. Longer: any that
-# is not loaded, which is a number, a scale, a sign, a hedge, an operation, a function or a Greek letter.
+# Words after a number must leave its value alone. One of up to three letters must be among these, for what is left of
+# them is algebra, functions and slang (xy, ln, bn). A longer one must not be loaded.
 _SHORT_WORDS = frozenset(
-    "mm cm dm km m nm in ft yd mi ha sq cu g mg kg lb lbs oz ton l ml cl dl cc qt pt gal tsp s ms sec min h hr hrs day wk mo "
-    "yr yrs am pm mph kph kmh fps rpm hz khz mhz kb mb gb tb w kw kwh kj deg rad mol pa kpa usd eur gbp inr yen won "
-    "man men boy kid guy cat dog pig cow hen bee egg pie cup mug jar can box bag bed bus car van toy hat cap pen key row "
-    "set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet tie fan age fee tax tip pet ant tea gum ice jam oil "
-    "a an the of in on at by for per to as is are was and so he she it we you her his its our all old new big red due ago now "
-    "who has had did got up".split()
+    "mm cm dm km m nm in ft yd mi ha sq cu g mg kg lb lbs oz ton l ml cl dl cc qt pt gal tsp s ms sec min h hr hrs day"
+    " wk mo yr yrs am pm mph kph kmh fps rpm hz khz mhz kb mb gb tb w kw kwh kj deg rad mol pa kpa usd eur gbp inr yen"
+    " won man men boy kid guy cat dog pig cow hen bee ant egg pie tea jam ice oil gum cup mug jar can box bag bed bus"
+    " car van toy hat cap pen key row set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet"
+    " tie fan fee tax tip pet age a an the of in on at by for per to as is are was and but so he she it we you who has"
+    " had did got her his its our all old new big red due ago now up".split()
 )
 _ONE = (
-    r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)"
-    r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|hundred|thousand|milliard|[a-z]{1,9}illion)"
+    r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred|thousand"
+    r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|milliard|[a-z]{1,9}illion)"
 )
-_LOADED = re.compile(
-    rf"{_ONE}+(?:e?s|ths?|fold)?|{_ONE}*(?:first|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"  # not second
-    r"|dozens?|scores?|gross|grand|lakhs?|crores?|lacs|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
-    r"|minus|negatives?|below|beneath|under|subzero|or|nor|not|never|n?either|else|otherwise|unless|except"
-    r"|about|around|roughly|nearly|almost|circa|approx(?:imately)?|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum"
-    r"|upwards?|respectively|versus|instead|rather|wrong|incorrect|false|infinit[ey]|plus|added|subtracted|divided|multiplied"
-    r"|raised|power|squared|cubed|doubled?|tripled?|quadrupled?|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo"
-    r"|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|csc)h?|(?:arc)?(?:co)?(?:sine|tangent|secant)|logarithm|log|ln|lg|exp"
-    r"|sqrt|cbrt|root|frac|floor|ceil(?:ing)?|gcd|lcm|abs|max|(?:var)?epsilon|alpha|beta|gamma|delta|[bz]?eta|(?:var)?theta"
-    r"|iota|kappa|lambda|mu|nu|xi|omicron|pi|(?:var)?rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega",
+_LOADED = re.compile(  # cardinals, ordinals (a second is a time), scales, signs, hedges, operations, functions, Greek
+    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?|{_ONE}{{0,4}}(?:first|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
+    r"|dozens?|scores?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
+    r"|minus|negatives?|below|beneath|under|subzero"
+    r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|approx(?:imately)?"
+    r"|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum|upwards?|respectively|versus|instead|rather|wrong"
+    r"|incorrect|false|infinit[ey]|plus|added|subtracted|divided|multiplied|raised|power|squared|cubed|doubled?|tripled?"
+    r"|quadrupled?|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo|sqrt|cbrt|root|frac|floor|ceil(?:ing)?"
+    r"|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|csc)h?|(?:arc)?(?:co)?(?:sine|tangent|secant)|log(?:arithm)?|ln|lg|exp"
+    r"|gcd|lcm|abs|max|alpha|beta|gamma|delta|(?:var)?epsilon|[bz]?eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|omicron"
+    r"|pi|(?:var)?rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega",
     re.I,
 )
 
@@ -161,13 +160,12 @@ def _spell(text, spellings):
 
 
 def _is_harmless(unit):
-    """Whether the words after a number leave its value alone. "3 times" does as the last word, "3 times ..." does not."""
+    """Whether the words after a number leave its value alone; "3 times" does, "3 times" and more words does not."""
     words = re.findall("[a-z]+", unit.lower())
     for word in words:
         if _LOADED.fullmatch(word) or (len(word) <= 3 and word not in _SHORT_WORDS):
             return False
-    more = re.search(r"\band (?:up|above|more|over|beyond|counting|change|some)\b", unit)
-    return "times" not in words[:-1] and not more
+    return "times" not in words[:-1] and not re.search(r"\band (?:up|above|more|over|counting)\b", unit)
 
 
 def _read(text):
@@ -180,23 +178,25 @@ def _read(text):
         return None
     written = match.group("whole", "top", "bottom", "decimal", "exponent")
     whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
-    negative = "-" in match["sign"]  # the sign of -2 1/2 covers all of it
     value = decimal * Fraction(10) ** exponent
     if match["top"]:
         if bottom == 0 or (match["whole"] and (top >= bottom or match["bottom_sign"])):  # 1 5/4 is no mixed number
             return None
         value = whole + top / bottom
-        for sign in (match["top_sign"], match["bottom_sign"]):
-            if sign == "-":
-                value = -value
-    return (-value if negative else value), bool(match["top"]), bool(match["percent"])
+    for sign in match.group("sign", "top_sign", "bottom_sign"):
+        if "-" in (sign or ""):
+            value = -value  # the sign of -2 1/2 covers all of it
+    return value, bool(match["top"]), bool(match["percent"])
 
 
 _CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
-_STRETCH = re.compile(r"(?:\\[A-Za-z]+|(?<=[0-9])[eE](?=[+-]?[0-9])|[^A-Za-z])+")  # between two words
+_BETWEEN_WORDS = re.compile(r"(?:\\[A-Za-z]+|(?<=[0-9])[eE](?=[+-]?[0-9])|[^A-Za-z])+")
 _SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
-_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: one word between two numbers may only be a verb
-    r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|were|equals|makes|gives|leaves|totals)$)[A-Za-z]+(?: and| of)?$"
+_NEXT = re.compile(  # what follows a number, as far as it may change it
+    r"(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?(?: (?:or|not|(?<=times )[a-z]+|[A-Za-z]{4,})){0,2}|"
+)
+_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: a word between two numbers may only be a verb; more than 4
+    r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of)?$"
     r"|\b(?:up to|than|per|over|above|times)$",
     re.I,
 )
@@ -205,8 +205,8 @@ _JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: one word between two num
 def _last_number(text, *, at_the_end=False):
     r"""The last number of a text, or None if there is none or what is around it is not harmless.
 
-    This finds the place, `_read` reads what stands there: all that is between two words, after a last "=", and three
-    words more. at_the_end: nothing but a unit may follow. Nothing that counts, negates or hedges may stand before it.
+    This finds its place: all that stands between two words, after a last "=". `_read` reads what stands there, alone
+    and with the next words. at_the_end: with all that follows, so that only a unit may.
     """
     with_digit = [part for part in _SENTENCE_END.split(_CALCULATION.sub("", text[-2000:])) if re.search("[0-9]", part)]
     if not with_digit:
@@ -214,37 +214,25 @@ def _last_number(text, *, at_the_end=False):
     sentence = " ".join(with_digit[-1].split())
     last = max(sentence.rfind(digit) for digit in "0123456789")
     sentence = _SQUARE.sub(r"\1²", _spell(sentence[max(0, last - 300) : last + 100], _SPELLINGS))
-    stretches = [match for match in _STRETCH.finditer(sentence) if re.search("[0-9]", match.group())]
-    if not stretches:
+    places = [match for match in _BETWEEN_WORDS.finditer(sentence) if re.search("[0-9]", match.group())]
+    if not places:
         return None
-    before = sentence[: stretches[-1].start()]
-    after = sentence[stretches[-1].end() :]
-    equals = re.split(r"(?<![<>!~])=>?", stretches[-1].group())
-    place = equals[-1]
-    if len(equals) == 1 and before and not _may_follow(before, place):
+    before = sentence[: places[-1].start()]
+    sides = re.split(r"(?<![<>!~])=>?", places[-1].group())
+    place = sides[-1]
+    if len(sides) == 1 and before and not _may_follow(before, place):
         return None
     place = re.sub(r"^[:,;.)\]}'\"]*[*_]*(?=\s)|^:", "", place)
-    for bracket in ("()", "[]", "{}"):
-        if place.count(bracket[0]) != place.count(bracket[1]):
-            place = place.replace(bracket[0], " ").replace(bracket[1], " ")
+    for opening, closing in ("()", "[]", "{}"):
+        if place.count(opening) != place.count(closing):
+            place = place.replace(opening, " ").replace(closing, " ")
     number = place.strip(" \"'“”").rstrip(" ,;:/'\"”")
-    unit = place[place.index(number) + len(number) :] + after
+    unit = place[place.index(number) + len(number) :] + sentence[places[-1].end() :]
     if not at_the_end:
-        unit = _next_words(unit)
+        unit = _NEXT.match(unit).group()
     if _read(number) is None or _read(number + unit) is None:
         return None
     return _spell(number, _SPELLINGS + _WRAPPINGS)
-
-
-def _next_words(after):
-    """Up to three words after a number, as far as they may change it; of those behind a comma, only one that does."""
-    pause, words = re.match(r"([^A-Za-z]*)((?:[A-Za-z]+[²³]?(?: ?/ ?|[ -])?){0,3})", after).groups()
-    if set(pause) & set(",;:'\"") and not _LOADED.match(words):
-        return ""
-    for word in re.findall("[A-Za-z]+", words)[1:]:
-        if len(word) <= 3 and word.lower() not in _SHORT_WORDS and not _LOADED.fullmatch(word):
-            words = words.partition(f" {word}")[0]  # no unit
-    return (pause + words).rstrip(" /-").removesuffix(" a")
 
 
 def _may_follow(before, place):
@@ -291,11 +279,10 @@ _OPERATORS = [("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\d
 
 
 def safe_eval(expression):
-    """(value, the integers used in order of appearance) of an expression in + - * / ( ) and integer literals.
+    r"""(value, the integers used in order of appearance) of an expression in + - * / ( ) and integer literals.
 
     The numbers come from the parse tree, so none can hide in a comment or be glued from two. Blanks are collapsed,
-    never deleted; the signs × ÷ − – \\times \\cdot \\div are read as * / -. Raises ValueError, and nothing else, for any
-    other text.
+    never deleted; × ÷ − – \times \cdot \div are read as * / -. Raises ValueError, and nothing else, for other texts.
     """
     text = str(expression)
     for sign, operator in _OPERATORS:
@@ -324,25 +311,20 @@ def accuracy_reward(completions, solution, *, fallback=False, **kwargs):
     r"""1.0 where a completion's answer equals the solution, 0.0 where not, None where the solution is no number.
 
     completions: strings or message lists; solution: numbers or texts. A text that is no number itself, such as the raw
-    solutions of GSM8K (... #### 72) and MATH (... \boxed{5}), is read as a completion is, but two different boxes are no
-    number. None means "leave this sample out", in TRL and in `group_advantages`. ValueError when the lengths differ.
+    solutions of GSM8K (... #### 72) and MATH (... \boxed{5}), is read as a completion is, but two boxes that differ are
+    none. None means "leave this sample out", in TRL and in `group_advantages`. ValueError when the lengths differ.
     """
     rewards = []
     for completion, gold in zip(completions, solution, strict=True):
         if parse_number(gold) is None:
-            gold = _gold_of_a_solution(str(gold))
+            text = str(gold)
+            boxes = {parse_number(_in_braces(text[box.end() :])) for box in _BOX.finditer(text)}
+            gold = extract_answer(text) if len(boxes) < 2 else None
         if parse_number(gold) is None:
             rewards.append(None)
         else:
             rewards.append(float(is_equiv(extract_answer(completion, fallback=fallback), gold)))
     return rewards
-
-
-def _gold_of_a_solution(text):
-    boxes = {_in_braces(text[box.end() :]) for box in _BOX.finditer(text)}
-    if len({parse_number(box) for box in boxes}) > 1:
-        return None
-    return extract_answer(text)
 
 
 def format_reward(completions, *, think_prefilled=False, **kwargs):
@@ -365,28 +347,21 @@ def format_reward(completions, *, think_prefilled=False, **kwargs):
 def countdown_reward(completions, nums, target, **kwargs):
     r"""1.0 where the answer is an expression that uses each given number once and equals the target; else 0.0.
 
-    nums: lists of non-negative integers; target: numbers. `expression = target` will do as well, and so will \times,
-    \cdot and \div, and a full stop at the end: they change no number. None where the target is no number. Raises
+    nums: lists of non-negative integers; target: numbers. `expression = target` will do as well, and so will \times and
+    a full stop at the end, inside <answer> too: they change no number. None where the target is no number. Raises
     ValueError when the lengths differ.
     """
     rewards = []
     for completion, given, goal in zip(completions, nums, map(parse_number, target), strict=True):
-        if goal is None:
-            rewards.append(None)
-            continue
-        answer = (extract_answer(completion) or "").removesuffix(".")
-        expression, *right = answer.split("=")
+        expression, *right = (extract_answer(completion) or "").removesuffix(".").split("=")
         try:
             value, used = safe_eval(expression)
         except ValueError:
-            rewards.append(0.0)
-            continue
+            value, used = None, []
         correct = value == goal and sorted(used) == sorted(given)
-        if len(right) == 1:
-            correct = correct and parse_number(right[0]) == goal
-        elif right:
-            correct = False
-        rewards.append(float(correct))
+        if right:
+            correct = correct and [parse_number(side) for side in right] == [goal]
+        rewards.append(None if goal is None else float(correct))
     return rewards
 
 
@@ -478,7 +453,7 @@ def worked_solution(problem, *, think):
 
 
 def main(arguments):
-    """Two problems, each with a right and a wrong response and their rewards; or the verdict on an answer."""
+    """The verdict on an answer; without arguments two problems, each with a right and a wrong response."""
     if len(arguments) == 2:
         completion, gold = arguments
         answer = extract_answer(completion)
@@ -495,8 +470,8 @@ def main(arguments):
         problem = read_problem(task, example)
         print(f"{task}: {problem.prompt}")
         for response in responses[task]:
-            print(f"  {response}\n    correct {reward(problem, [response])[0]}, format {format_reward([response])[0]}")
-    print('To check an answer of yours: python rewards.py "so \\boxed{12}" 12')
+            print(f"  answer {reward(problem, [response])[0]}, format {format_reward([response])[0]}: {response}")
+    print('To check an answer: python rewards.py "so \\boxed{12}" 12')
 
 
 if __name__ == "__main__":
