@@ -56,7 +56,7 @@ def extract_answer(completion, *, fallback=False):
         if not closed:
             return None
     elif boxes:
-        answer = _in_braces(text[boxes[-1].end() :])
+        answer = _in_braces(text, boxes[-1].end())
         if markers and markers[-1]["final"] and markers[-1].start() > boxes[-1].start() and _read(sentence):
             answer = sentence
     elif markers:
@@ -78,9 +78,9 @@ def _text(completion):
     return _END_OF_TURN.sub("\n", completion)
 
 
-def _in_braces(text):
-    """What stands between the brace that opens a text and the one that closes it; "" where either is missing."""
-    text = text.lstrip()[: MAX_ANSWER + 2]
+def _in_braces(text, start):
+    """What stands between the brace that opens there and the one that closes it; "" where either is missing."""
+    text = text[start : start + MAX_ANSWER + 2].lstrip()
     depth = 0
     for i, character in enumerate(text):
         if character == "{":
@@ -190,10 +190,14 @@ def _read(text):
 
 
 _CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
-_BETWEEN_WORDS = re.compile(r"(?:\\[A-Za-z]+|(?<=[0-9])[eE](?=[+-]?[0-9])|[^A-Za-z])+")
 _SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
-_NEXT = re.compile(  # what follows a number, as far as it may change it
-    r"(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?(?: (?:or|not|(?<=times )[a-z]+|[A-Za-z]{4,})){0,2}|"
+_TO_NEXT_WORD = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z])*")
+_NEXT_WORDS = re.compile(  # as far as they may change a number
+    r"(?:(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?"
+    r"(?: (?:or|not|(?<=times )[a-z]+|[A-Za-z]{4,})){0,2})?"
+)
+_MAY_STAND_BEFORE = re.compile(
+    r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])[.:,;(\['\"“]?) ?['\"“(\[]?$"
 )
 _JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: a word between two numbers may only be a verb; more than 4
     r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of)?$"
@@ -205,45 +209,35 @@ _JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: a word between two numbe
 def _last_number(text, *, at_the_end=False):
     r"""The last number of a text, or None if there is none or what is around it is not harmless.
 
-    This finds its place: all that stands between two words, after a last "=". `_read` reads what stands there, alone
-    and with the next words. at_the_end: with all that follows, so that only a unit may.
+    This finds its place: it begins as far left of the last digit as `_read` reads a number, and ends before the next
+    word. Together with that word and two more it must be one still. at_the_end: with all that follows.
     """
     with_digit = [part for part in _SENTENCE_END.split(_CALCULATION.sub("", text[-2000:])) if re.search("[0-9]", part)]
     if not with_digit:
         return None
     sentence = " ".join(with_digit[-1].split())
     last = max(sentence.rfind(digit) for digit in "0123456789")
-    sentence = _SQUARE.sub(r"\1²", _spell(sentence[max(0, last - 300) : last + 100], _SPELLINGS))
-    places = [match for match in _BETWEEN_WORDS.finditer(sentence) if re.search("[0-9]", match.group())]
-    if not places:
-        return None
-    before = sentence[: places[-1].start()]
-    sides = re.split(r"(?<![<>!~])=>?", places[-1].group())
-    place = sides[-1]
-    if len(sides) == 1 and before and not _may_follow(before, place):
-        return None
-    place = re.sub(r"^[:,;.)\]}'\"]*[*_]*(?=\s)|^:", "", place)
-    for opening, closing in ("()", "[]", "{}"):
-        if place.count(opening) != place.count(closing):
-            place = place.replace(opening, " ").replace(closing, " ")
-    number = place.strip(" \"'“”").rstrip(" ,;:/'\"”")
-    unit = place[place.index(number) + len(number) :] + sentence[places[-1].end() :]
+    sentence = _SQUARE.sub(r"\1²", _spell(sentence[max(0, last - 200) : last + 100], _SPELLINGS))
+    last = max(sentence.rfind(digit) for digit in "0123456789")
+    end = len(sentence[: _TO_NEXT_WORD.match(sentence, last).end()].rstrip(" .,;:/()[]'\"”"))
+    unit = sentence[end:]
     if not at_the_end:
-        unit = _NEXT.match(unit).group()
-    if _read(number) is None or _read(number + unit) is None:
-        return None
-    return _spell(number, _SPELLINGS + _WRAPPINGS)
+        unit = _NEXT_WORDS.match(unit).group()
+    for start in [0] + [match.end() for match in re.finditer(r"[ =>:(\['\"“]", sentence[:last])]:
+        number = sentence[start:end]
+        if last - start < 80 and not re.match(r"\* |[^=]*=", number) and _read(number):
+            if _may_follow(sentence[:start], number) and _read(number + unit):
+                return _spell(number, _SPELLINGS + _WRAPPINGS)
+            return None
+    return None
 
 
-def _may_follow(before, place):
-    """Whether what stands before the place of a number leaves it alone: no other number's part, no hedge, no sum."""
-    word = re.search("[A-Za-z]*$", before).group()
-    if not re.match(r"[:,;.)\]}'\"]*[*_]*[ :]|[(\[{\"'“]", place) or re.match(r"[^0-9]* [*+]+ ", place):
+def _may_follow(before, number):
+    """Whether what stands before a number leaves it alone: no other number's part, no hedge, no sum."""
+    match = _MAY_STAND_BEFORE.search(before)
+    if not match or (match["word"] and _LOADED.fullmatch(match["word"])) or _JOINED.search(before.rstrip(" ('\"")):
         return False
-    if _LOADED.fullmatch(word) or _JOINED.search(before) or (len(word) == 1 and word not in "aAI"):
-        return False
-    is_signed = re.match("[^0-9]*[-+]", place)
-    return not is_signed or not re.search("[0-9]", before)  # 9 apples - 2
+    return not (match["word"] and (number.startswith("+") or ("-" in number and re.search("[0-9]", before))))
 
 
 def parse_number(text):
@@ -318,8 +312,8 @@ def accuracy_reward(completions, solution, *, fallback=False, **kwargs):
     for completion, gold in zip(completions, solution, strict=True):
         if parse_number(gold) is None:
             text = str(gold)
-            boxes = {parse_number(_in_braces(text[box.end() :])) for box in _BOX.finditer(text)}
-            gold = extract_answer(text) if len(boxes) < 2 else None
+            boxes = {_in_braces(text, box.end()) for box in _BOX.finditer(text)}
+            gold = extract_answer(text) if len({parse_number(box) for box in boxes}) < 2 else None
         if parse_number(gold) is None:
             rewards.append(None)
         else:
