@@ -128,7 +128,7 @@ _SHORT_WORDS = frozenset(
     " won man men boy kid guy cat dog pig cow hen bee ant egg pie tea jam ice oil gum cup mug jar can box bag bed bus"
     " car van toy hat cap pen key row set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet"
     " tie fan fee tax tip pet age a an the of in on at by for per to as is are was and but so he she it we you who has"
-    " had did got her his its our all old new big red due ago now up".split()
+    " had did got her his its our all old new big red due ago now".split()
 )
 _ONE = (
     r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred|thousand"
@@ -139,7 +139,7 @@ _LOADED = re.compile(  # cardinals, ordinals (a second is a time), scales, signs
     r"|dozens?|scores?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
     r"|minus|negatives?|below|beneath|under|subzero"
     r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|approx(?:imately)?"
-    r"|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum|upwards?|respectively|versus|instead|rather|wrong"
+    r"|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum|upwards?|above|counting|respectively|versus|instead|rather|wrong"
     r"|incorrect|false|infinit[ey]|plus|added|subtracted|divided|multiplied|raised|power|squared|cubed|doubled?|tripled?"
     r"|quadrupled?|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo|sqrt|cbrt|root|frac|floor|ceil(?:ing)?"
     r"|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|csc)h?|(?:arc)?(?:co)?(?:sine|tangent|secant)|log(?:arithm)?|ln|lg|exp"
@@ -159,13 +159,12 @@ def _spell(text, spellings):
     return text
 
 
-def _is_harmless(unit):
-    """Whether the words after a number leave its value alone; "3 times" does, "3 times" and more words does not."""
-    words = re.findall("[a-z]+", unit.lower())
+def _are_loaded(words):
+    """Whether words beside a number make it another or leave it open: a loaded one, a variable, "3 times" and more."""
     for word in words:
-        if _LOADED.fullmatch(word) or (len(word) <= 3 and word not in _SHORT_WORDS):
-            return False
-    return "times" not in words[:-1] and not re.search(r"\band (?:up|above|more|over|counting)\b", unit)
+        if _LOADED.fullmatch(word) or (len(word) == 1 and word not in "aAICFghlmsL"):
+            return True
+    return "times" in words[:-1] or re.search(r"\band (?:up|more|over)\b", " ".join(words)) is not None
 
 
 def _read(text):
@@ -174,7 +173,10 @@ def _read(text):
     if len(text) > MAX_ANSWER:
         return None
     match = _NUMBER.fullmatch(_spell(text, _SPELLINGS + _WRAPPINGS))
-    if not match or not _is_harmless(match["unit"] or ""):
+    if not match:
+        return None
+    unit = re.findall("[A-Za-z]+", match["unit"] or "")
+    if _are_loaded(unit) or any(len(word) <= 3 and word.lower() not in _SHORT_WORDS for word in unit):
         return None
     written = match.group("whole", "top", "bottom", "decimal", "exponent")
     whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
@@ -192,16 +194,14 @@ def _read(text):
 _CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
 _SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
 _TO_NEXT_WORD = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z])*")
-_NEXT_WORDS = re.compile(  # as far as they may change a number
-    r"(?:(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?"
-    r"(?: (?:or|not|(?<=times )[a-z]+|[A-Za-z]{4,})){0,2})?"
-)
+_NEXT_WORD = re.compile(r"(?:(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?)?")
+_NEXT_CLAUSE = re.compile(r"\b(?:are|is|was|were|will|who|that|which|for|from|at|on|after|before|because|since|when)\b")
 _MAY_STAND_BEFORE = re.compile(
-    r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])[.:,;(\['\"“]?) ?['\"“(\[]?$"
+    r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])(?: of)?[.:,;(\['\"“]?) ?['\"“(\[]?$"
 )
 _JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: a word between two numbers may only be a verb; more than 4
     r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of)?$"
-    r"|\b(?:up to|than|per|over|above|times)$",
+    r"|\b(?:(?:out|square|cube) of|up to|than|per|over|times)$",
     re.I,
 )
 
@@ -210,7 +210,8 @@ def _last_number(text, *, at_the_end=False):
     r"""The last number of a text, or None if there is none or what is around it is not harmless.
 
     This finds its place: it begins as far left of the last digit as `_read` reads a number, and ends before the next
-    word. Together with that word and two more it must be one still. at_the_end: with all that follows.
+    word. It must be one with that word too (at_the_end: with all that follows), and the next three, up to a verb or a
+    new clause, must leave it alone.
     """
     with_digit = [part for part in _SENTENCE_END.split(_CALCULATION.sub("", text[-2000:])) if re.search("[0-9]", part)]
     if not with_digit:
@@ -220,9 +221,10 @@ def _last_number(text, *, at_the_end=False):
     sentence = _SQUARE.sub(r"\1²", _spell(sentence[max(0, last - 200) : last + 100], _SPELLINGS))
     last = max(sentence.rfind(digit) for digit in "0123456789")
     end = len(sentence[: _TO_NEXT_WORD.match(sentence, last).end()].rstrip(" .,;:/()[]'\"”"))
-    unit = sentence[end:]
-    if not at_the_end:
-        unit = _NEXT_WORDS.match(unit).group()
+    what_is_counted = _NEXT_CLAUSE.split(sentence[end:])[0]
+    if _are_loaded(re.findall("[A-Za-z]+", what_is_counted)[:3]):
+        return None
+    unit = sentence[end:] if at_the_end else _NEXT_WORD.match(sentence, end).group()
     for start in [0] + [match.end() for match in re.finditer(r"[ =>:(\['\"“]", sentence[:last])]:
         number = sentence[start:end]
         if last - start < 80 and not re.match(r"\* |[^=]*=", number) and _read(number):
@@ -235,7 +237,7 @@ def _last_number(text, *, at_the_end=False):
 def _may_follow(before, number):
     """Whether what stands before a number leaves it alone: no other number's part, no hedge, no sum."""
     match = _MAY_STAND_BEFORE.search(before)
-    if not match or (match["word"] and _LOADED.fullmatch(match["word"])) or _JOINED.search(before.rstrip(" ('\"")):
+    if not match or (match["word"] and _are_loaded([match["word"]])) or _JOINED.search(before.rstrip(" ('\"")):
         return False
     return not (match["word"] and (number.startswith("+") or ("-" in number and re.search("[0-9]", before))))
 
