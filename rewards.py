@@ -195,7 +195,7 @@ _CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
 _SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
 _TO_NEXT_WORD = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z])*")
 _NEXT_WORD = re.compile(r"(?:(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?)?")
-_NEXT_CLAUSE = re.compile(r"\b(?:are|is|was|were|will|who|that|which|for|from|at|on|after|before|because|since|when)\b")
+_NEXT_CLAUSE = re.compile(r" (?:in|for|from|on|at(?! least| most)|is|are|was|were|will|who|that|which|because|when) ")
 _MAY_STAND_BEFORE = re.compile(
     r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])(?: of)?[.:,;(\['\"“]?) ?['\"“(\[]?$"
 )
