@@ -135,8 +135,8 @@ _ONE = (
     r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|milliard|[a-z]{1,9}illion)"
 )
 _LOADED = re.compile(  # cardinals, ordinals (a second is a time), scales, signs, hedges, operations, functions, Greek
-    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?|{_ONE}{{0,4}}(?:first|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
-    r"|dozens?|scores?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
+    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?|{_ONE}{{0,4}}(?:firsts?|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
+    r"|dozens?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
     r"|minus|negatives?|below|beneath|under|subzero"
     r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|approx(?:imately)?"
     r"|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum|upwards?|above|counting|respectively|versus|instead|rather|wrong"
@@ -176,7 +176,11 @@ def _read(text):
     if not match:
         return None
     unit = re.findall("[A-Za-z]+", match["unit"] or "")
-    if _are_loaded(unit) or any(len(word) <= 3 and word.lower() not in _SHORT_WORDS for word in unit):
+    if (
+        unit[:1] == ["score"]
+        or _are_loaded(unit)
+        or any(len(word) <= 3 and word.lower() not in _SHORT_WORDS for word in unit)
+    ):
         return None
     written = match.group("whole", "top", "bottom", "decimal", "exponent")
     whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
