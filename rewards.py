@@ -128,7 +128,8 @@ _SHORT_WORDS = frozenset(
     " won man men boy kid guy cat dog pig cow hen bee ant egg pie tea jam ice oil gum cup mug jar can box bag bed bus"
     " car van toy hat cap pen key row set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet"
     " tie fan fee tax tip pet age a an the of in on at by for per to as is are was and but so he she it we you who has"
-    " had did got her his its our all old new big red due ago now".split()
+    " had did got her his its our all old new big red due ago now my me him be do go get buy out off too any rev mpg amp"
+    " ohm cal atm bit".split()
 )
 _ONE = (
     r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred|thousand"
@@ -176,12 +177,11 @@ def _read(text):
     if not match:
         return None
     unit = re.findall("[A-Za-z]+", match["unit"] or "")
-    if (
-        unit[:1] == ["score"]
-        or _are_loaded(unit)
-        or any(len(word) <= 3 and word.lower() not in _SHORT_WORDS for word in unit)
-    ):
+    if _are_loaded(unit) or unit[:1] == ["score"]:
         return None
+    for word in unit:
+        if len(word) <= 3 and word.lower() not in _SHORT_WORDS:
+            return None
     written = match.group("whole", "top", "bottom", "decimal", "exponent")
     whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
     value = decimal * Fraction(10) ** exponent

@@ -60,7 +60,7 @@ LAST_NUMBERS = [
     ("so $-\\frac{3}{8}$ of it", "- 3/8"), ("= 50 %", "50 %"), ("it is 50\\% of them", "50\\%"), ("it costs \\$1,200 a month", "\\$1,200"),
     ("so 2\\frac12 cups", "2 1/2"), ("so 3.2 \\times 10^{3}", "3.2e3"), ("**Total:** 5", "5"), ("Total:5", "5"), ("5 m^3 of sand", "5"), ("so 5°C", "5°"),
     ("5\\text{ cm}^2", "5"), ("$18/2 = $<<18/2=9>>9 each", "$9"), ("60 miles - 35 miles = 25 miles between the stops", "25"),
-    ("it rang 22 times", "22"), ("she read 240 pages in two weeks", "240"), ("10 cats, the other half is 20", "20"), ("in 13 years", "13"),
+    ("it rang 22 times", "22"), ("she read 240 pages in two weeks", "240"), ("10 cats, the other half is 20", "20"), ("it is so (since 4+6=10)", "10"), ("in 13 years", "13"),
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ NO_LAST_NUMBERS = [
     "3 million", "it is 3 hundred", "4 dozen", "4 sixths", "4 eleven", "4 xy", "4 sqrt", "4 alpha", "4x", "4 x", "4\\pi", "4i", "3 below zero",
     "it is 3 degrees Celsius below zero", "negative 3", "minus 3", "about 3", "at least 3", "3 at most", "more than 3", "up to 3", "not 3",
     "≈ 3", "\\approx 3", "~3", "> 3", ">= 3", "!= 3", "\\ne 3", "10 ^ 3", "2^3", "2**3", "x^2", "x_2", "sqrt( 16 )", "\\sqrt 16", "\\sqrt{16}",
-    "log 8", "sin(5)", "f(5)", "5!", "|5|", "3 * 4", "3 x 4", "3 \\times 4", "3 + 4", "3 - 4", "3-4", "3–4", "9 apples - 4 apples", "9 cats / 4",
+    "log 8", "sin(5)", "f(5)", "5!", "|5|", "3 * 4", "3 x 4", "3 \\times 4", "3 + 4", "3 - 4", "3-4", "3–4", "9 apples - 4 apples", "9 red apples - 4", "exp(4)", "9 cats / 4",
     "apples + 4", "3 mod 4", "3 times 4", "5 times as many", "1, 2, 3", "n = 1, 2, 3", "(3, 4)", "1, 2 and 3", "3 and 4", "3 or 4", "3 to 4",
     "12 \\text{ and } 13", "3 out of 4", "out of 4", "1 in 4", "3 per 4", "3:4", "12:30", "4 hours 2 minutes", "4 hours and 2 minutes", "half of 4",
     "square root of 4", "twice 4", "1.2.3", "12,34", "1 000", "1_000", "0x10", "--5", "5 ± 1", "A5", "COVID-19", "room 5b", "the 3rd",
@@ -290,6 +290,16 @@ def test_a_gold_may_be_a_whole_solution():
         right, wrong = (None, None) if number is None else (1.0, 0.0)
         said = [f"\\boxed{{{number}}}", "\\boxed{30}"]
         assert rewards.accuracy_reward(said, [solution] * 2, fallback=True) == [right, wrong], solution
+
+
+def test_nothing_may_stand_around_the_four_tags():
+    whole = ["<think>a</think>", "<answer>4</answer>"]
+    assert rewards.format_reward(["".join(whole), " \n".join(["", *whole, ""])]) == [1.0, 1.0]
+    assert rewards.format_reward(["b".join(["", *whole]), "b".join(whole), "b".join([*whole, ""])]) == [0.0] * 3
+    assert (
+        rewards.format_reward([whole[0], whole[1], "<think> </think>" + whole[1], whole[0] + "<answer> </answer>"])
+        == [0.0] * 4
+    )
 
 
 def test_columns_must_fit():
