@@ -128,24 +128,27 @@ _SHORT_WORDS = frozenset(
     " won man men boy kid guy cat dog pig cow hen bee ant egg pie tea jam ice oil gum cup mug jar can box bag bed bus"
     " car van toy hat cap pen key row set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet"
     " tie fan fee tax tip pet age a an the of in on at by for per to as is are was and but so he she it we you who has"
-    " had did got her his its our all old new big red due ago now my me him be do go get buy out off too any rev mpg amp"
-    " ohm cal atm bit".split()
+    " had did got her his its our all old new big red due ago now my me him be do go get buy out off too any rev mpg"
+    " amp ohm cal atm bit".split()
 )
 _ONE = (
-    r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred|thousand"
-    r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|milliard|[a-z]{1,9}illion)"
+    r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred"
+    r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|thousand|milliard|[a-z]{1,9}illion)"
 )
 _LOADED = re.compile(  # cardinals, ordinals (a second is a time), scales, signs, hedges, operations, functions, Greek
-    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?|{_ONE}{{0,4}}(?:firsts?|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
-    r"|dozens?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|mille|per(?:mille?|myriad)|promille|basis"
+    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?"
+    rf"|{_ONE}{{0,4}}(?:firsts?|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
+    r"|dozen(?:s|ths?)?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|(?:per)?mil(?:le)?|permyriad|promille|basis"
     r"|minus|negatives?|below|beneath|under|subzero"
-    r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|approx(?:imately)?"
-    r"|perhaps|maybe|possibly|probably|least|most|m(?:ax|in)imum|upwards?|above|counting|respectively|versus|instead|rather|wrong"
-    r"|incorrect|false|infinit[ey]|plus|added|subtracted|divided|multiplied|raised|power|squared|cubed|doubled?|tripled?"
-    r"|quadrupled?|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo|sqrt|cbrt|root|frac|floor|ceil(?:ing)?"
-    r"|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|csc)h?|(?:arc)?(?:co)?(?:sine|tangent|secant)|log(?:arithm)?|ln|lg|exp"
-    r"|gcd|lcm|abs|max|alpha|beta|gamma|delta|(?:var)?epsilon|[bz]?eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|omicron"
-    r"|pi|(?:var)?rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega",
+    r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|perhaps|maybe"
+    r"|approx(?:imately)?|possibly|probably|least|most|m(?:ax|in)imum|upwards?|above|counting|respectively|versus"
+    r"|instead|rather|wrong|incorrect|false"
+    r"|infinit[ey]|plus|added|subtracted|divided|multiplied|raised|power|squared|cubed|doubled?|tripled?|quadrupled?"
+    r"|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo|sqrt|cbrt|root|frac|floor|ceil(?:ing)?|gcd|lcm|abs"
+    r"|max|exp|log(?:arithm)?|ln|lg|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|cosec|csc)h?"
+    r"|(?:arc)?(?:co)?(?:sine|tangent|secant)"
+    r"|alpha|beta|gamma|delta|(?:var)?epsilon|[bz]?eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|omicron|pi"
+    r"|(?:var)?rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega",
     re.I,
 )
 
@@ -177,7 +180,7 @@ def _read(text):
     if not match:
         return None
     unit = re.findall("[A-Za-z]+", match["unit"] or "")
-    if _are_loaded(unit) or unit[:1] == ["score"]:
+    if _are_loaded(unit) or unit[:1] in (["score"], ["MM"]):
         return None
     for word in unit:
         if len(word) <= 3 and word.lower() not in _SHORT_WORDS:
@@ -203,9 +206,10 @@ _NEXT_CLAUSE = re.compile(r" (?:in|for|from|on|at(?! least| most)|is|are|was|wer
 _MAY_STAND_BEFORE = re.compile(
     r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])(?: of)?[.:,;(\['\"“]?) ?['\"“(\[]?$"
 )
-_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 out of 4: a word between two numbers may only be a verb; more than 4
-    r"[0-9][^A-Za-z0-9]*and$|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of)?$"
-    r"|\b(?:(?:out|square|cube) of|up to|than|per|over|times)$",
+_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 cm by 4: a word between two numbers may only be a verb; more than 4
+    r"[0-9][^A-Za-z0-9]*and$"
+    r"|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of| by)?$"
+    r"|\b(?:(?:out|square|cube) of|up to|than|per|over|times)$|(?:\b(?:not|never|cannot)|n['’]t) [a-z]+$",
     re.I,
 )
 
@@ -282,7 +286,7 @@ def safe_eval(expression):
     r"""(value, the integers used in order of appearance) of an expression in + - * / ( ) and integer literals.
 
     The numbers come from the parse tree, so none can hide in a comment or be glued from two. Blanks are collapsed,
-    never deleted; × ÷ − – \times \cdot \div are read as * / -. Raises ValueError, and nothing else, for other texts.
+    never deleted; × ÷ − – \times \cdot \div are read as * / -. Raises ValueError, and nothing else, for any other.
     """
     text = str(expression)
     for sign, operator in _OPERATORS:

@@ -69,7 +69,7 @@ NO_LAST_NUMBERS = [
     "3 million", "it is 3 hundred", "4 dozen", "4 sixths", "4 eleven", "4 xy", "4 sqrt", "4 alpha", "4x", "4 x", "4\\pi", "4i", "3 below zero",
     "it is 3 degrees Celsius below zero", "negative 3", "minus 3", "about 3", "at least 3", "3 at most", "more than 3", "up to 3", "not 3",
     "≈ 3", "\\approx 3", "~3", "> 3", ">= 3", "!= 3", "\\ne 3", "10 ^ 3", "2^3", "2**3", "x^2", "x_2", "sqrt( 16 )", "\\sqrt 16", "\\sqrt{16}",
-    "log 8", "sin(5)", "f(5)", "5!", "|5|", "3 * 4", "3 x 4", "3 \\times 4", "3 + 4", "3 - 4", "3-4", "3–4", "9 apples - 4 apples", "9 red apples - 4", "exp(4)", "9 cats / 4",
+    "log 8", "sin(5)", "f(5)", "5!", "|5|", "3 * 4", "3 x 4", "3 \\times 4", "3 + 4", "3 - 4", "3-4", "3–4", "9 apples - 4 apples", "12 cm by 5 cm", "it can't be 5", "it is not the 5", "9 red apples - 4", "exp(4)", "9 cats / 4",
     "apples + 4", "3 mod 4", "3 times 4", "5 times as many", "1, 2, 3", "n = 1, 2, 3", "(3, 4)", "1, 2 and 3", "3 and 4", "3 or 4", "3 to 4",
     "12 \\text{ and } 13", "3 out of 4", "out of 4", "1 in 4", "3 per 4", "3:4", "12:30", "4 hours 2 minutes", "4 hours and 2 minutes", "half of 4",
     "square root of 4", "twice 4", "1.2.3", "12,34", "1 000", "1_000", "0x10", "--5", "5 ± 1", "A5", "COVID-19", "room 5b", "the 3rd",
@@ -157,11 +157,11 @@ def test_numbers():
 LOADED = """
     eleven; twenty-one; twentyone; ninety; over eleven; mod eleven; point eleven; by two; to eleven; out of nine; five hundred; a hundred
     sixths; ninths; tenths; thirds; halves; half; quarters; eighths; twelfths; twentieths; twenty-fifths; hundredths; millionths; first
-    crore; crores; lakh; bn; mn; tn; mil; k; K; M; B; grand; quadrillion; zillion; milliard; gross; score; dozen; per mille; permille; thou
+    crore; crores; lakh; MM; permil; dozenths; bn; mn; tn; mil; k; K; M; B; grand; quadrillion; zillion; milliard; gross; score; dozen; per mille; permille; thou
     below zero; negative; degrees below; minus; subzero; under par; units in the negative
     or so; or more; at most; at least; approximately; maybe; perhaps; not; nor six; unless negative; max; and up; and more; and a half; else
     plus x; divided by three; squared; cubed; doubled; halved; twice; to the power of two; to the fourth; modulo seven; reciprocal
-    xy; ab; abc; XY; pq/r; x; n; x y; percent of x; ln; log; sin; exp; sqrt; arctan; sinh; cosine; root; factorial; gcd; floor
+    xy; ab; abc; XY; pq/r; x; n; x y; percent of x; ln; log; sin; exp; sqrt; arctan; sinh; cosec; cosine; root; factorial; gcd; floor
     alpha; Beta; theta; pi; mu; xi; phi; psi; tau; omega; varepsilon; LAMBDA
 """
 HARMLESS = """
