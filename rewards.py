@@ -271,12 +271,21 @@ def is_equiv(prediction, gold, *, tol=0):
     """
     if not 0 <= tol < float("inf"):
         raise ValueError(f"tol is {tol}: it must be 0 or more, and finite")
-    a, b = _read(prediction), _read(gold)
-    if a is None or b is None:
+    predicted = _read(prediction)
+    true = _read(gold)
+    if predicted is None or true is None:
         return False
-    (a, a_fraction, a_percent), (b, _, b_percent) = a, b
-    pairs = [(a, b)] if a_percent == b_percent else [(a, b), (a / 100, b) if a_percent else (a, b / 100)]
-    return any(abs(a - b) <= Fraction(tol) and not (a_fraction and b.denominator == 1) for a, b in pairs)
+    a, a_is_fraction, a_is_percent = predicted
+    b, _, b_is_percent = true
+    pairs = [(a, b)]
+    if a_is_percent and not b_is_percent:
+        pairs.append((a / 100, b))
+    if b_is_percent and not a_is_percent:
+        pairs.append((a, b / 100))
+    for x, y in pairs:
+        if abs(x - y) <= Fraction(tol) and not (a_is_fraction and y.denominator == 1):
+            return True
+    return False
 
 
 _OPERATORS = [("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"), ("–", "-")]
@@ -361,7 +370,8 @@ def countdown_reward(completions, nums, target, **kwargs):
         try:
             value, used = safe_eval(expression)
         except ValueError:
-            value, used = None, []
+            value = None  # equals no target
+            used = []
         correct = value == goal and sorted(used) == sorted(given)
         if right:
             correct = correct and [parse_number(side) for side in right] == [goal]
