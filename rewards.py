@@ -2,11 +2,14 @@
 r"""Verifiable maths: the checking of answers, then problems with worked solutions. Standard library only.
 
 A reward that can be tricked will be tricked: RL searches for the hole. Hence one principle: an answer is exactly one
-literal number, with a few things allowed around it: `[x =] [sign] [currency] number [% | unit]`. Whatever is not that
+literal number, with a few things allowed around it: `[x =] [sign] [currency] number [%] [unit]`. Whatever is not that
 is no answer. Now and then a right answer is refused. But a policy can learn a strict rule, and it would find the holes
 in a list of exceptions. Work is bounded before anything is parsed. Numbers are exact `Fraction`s, read by [0-9]
 patterns: nothing goes through `eval` or `float`, and no Unicode is folded (NFKC would turn 5² into 52). The `*_reward`
-functions are called as TRL calls them. To try: python rewards.py "so \boxed{12}" 12
+functions are called as TRL calls them. To see two problems, or to check an answer:
+
+    python rewards.py
+    python rewards.py "so \boxed{12}" 12
 """
 
 import ast
@@ -23,8 +26,12 @@ TASKS = {"chain-sum": range(2, 11), "countdown": range(3, 5)}  # task: how many 
 EXAMPLES = {"chain-sum": "9-1-4+7", "countdown": "7 5 3 = 9"}
 
 _END_OF_TURN = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>")  # <|im_end|> and the like
-_MARKER = re.compile(r"####|\banswer[*_]*\s*(?:is\b[*_]*\s*:?|[:=])(?:[*_]+(?=\s))?(?:\s*(?:\\\[|\$\$)\s*\n)?", re.I)
-_WITH_DIGIT = re.compile(r"(?<![^\s=])(?:[+-]?[0-9]+ (?=[0-9]+/[0-9]))?[^\s=]*[0-9][^\s=]*")  # 1 1/4 is one
+_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_MARKER = re.compile(
+    r"####|\b(?P<final>final\s)?answer[*_]*\s*(?:[:=]|is\b[*_]*(?:,?\s(?:therefore|thus|hence|then|so)\b,?)?\s*:?)"
+    r"(?:[*_]+(?=\s))?(?:\s*(?:\\\[|\$\$)\s*\n)?",
+    re.I,
+)
 _SENTENCE_END = re.compile(r"\.(?=[*_]*(?:\s+[^\s0-9]|\s*$))|\n")
 
 
@@ -32,23 +39,32 @@ def extract_answer(completion, *, fallback=False):
     r"""The text of the final answer in a completion (a string, or messages as in TRL), or None.
 
     Only the text after the last </think> counts; an unclosed <think> gives nothing. The first kind of marker to occur
-    is taken, at its last occurrence: <answer>...</answer>; \boxed{...} or \fbox{...}; the sentence after ####, "answer
-    is" or "answer:". If it is empty or unterminated there is no answer. fallback: without any marker, the last number.
+    is taken, at its last occurrence: <answer>...</answer>; \boxed{...} or \fbox{...}, unless a "final answer is" after
+    it gives a number; the sentence after ####, "answer is (therefore)" or "answer:". If it is empty or unterminated
+    there is no answer. fallback: without any marker, the last number; and of a marker's sentence the number it ends in.
     """
     text = _text(completion).rsplit("</think>", 1)[-1]
     if "<think>" in text:
         return None
+    boxes = list(_BOX.finditer(text))
+    markers = list(_MARKER.finditer(text))
+    sentence = ""
+    if markers:
+        sentence = _SENTENCE_END.split(text[markers[-1].end() :].lstrip(), maxsplit=1)[0]
     if "<answer>" in text:
         answer, closed, _ = text.rsplit("<answer>", 1)[1].partition("</answer>")
-        answer = answer if closed else ""
-    elif boxes := list(re.finditer(r"\\f?box(?:ed)?(?![A-Za-z])", text)):
-        inside = text[boxes[-1].end() :].lstrip()[: MAX_ANSWER + 2]
-        end = next((i for i in range(len(inside)) if inside.count("{", 0, i + 1) == inside.count("}", 0, i + 1)), 0)
-        answer = inside[1:end]  # nothing where the brace never opens or never closes
-    elif markers := list(_MARKER.finditer(text)):
-        answer = _SENTENCE_END.split(text[markers[-1].end() :].lstrip(), maxsplit=1)[0]
-    elif fallback and (numbers := _WITH_DIGIT.findall(text[-2000:])):
-        answer = numbers[-1].strip(".,;:?!\"'()[]{}<>\\*_`")
+        if not closed:
+            return None
+    elif boxes:
+        answer = _in_braces(text, boxes[-1].end())
+        if markers and markers[-1]["final"] and markers[-1].start() > boxes[-1].start() and _read(sentence):
+            answer = sentence
+    elif markers:
+        answer = sentence
+        if fallback and not _read(sentence):
+            answer = _last_number(sentence, at_the_end=True) or sentence
+    elif fallback:
+        return _last_number(text)
     else:
         return None
     return answer.strip() or None
@@ -62,61 +78,186 @@ def _text(completion):
     return _END_OF_TURN.sub("\n", completion)
 
 
+def _in_braces(text, start):
+    """What stands between the brace that opens there and the one that closes it; "" where either is missing."""
+    text = text[start : start + MAX_ANSWER + 2].lstrip()
+    depth = 0
+    for i, character in enumerate(text):
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+        if depth == 0:
+            return text[1:i]
+    return ""
+
+
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,19}|[0-9]{1,60})"  # 12,345 but neither 12,34 nor 1,2,3
-_PART = rf"(?:\{{ ?([+-]?{_INTEGER}) ?\}}|([0-9]))"  # of \frac{3}{4} or of \frac34
-_SPELLINGS = (  # applied, from the inside outwards, until nothing changes
-    (r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;:])(?=[0-9]{3})", ","),  # thousands
-    (r"\\[()\[\],;:! ]|\\(?:q?quad|displaystyle|left|right)(?![A-Za-z])|(?<=[0-9])~|\s+", " "),  # blanks
+_PART = rf"(?:\{{ ?([+-]? ?{_INTEGER}) ?\}}|([0-9]))"  # of \frac{3}{4} or of \frac34
+_SPELLINGS = [  # applied, from the inside outwards, until nothing changes
+    (r"(?<=[0-9]) ?(?:\{ ?, ?\}(?:\\!)? ?|, ?\\! ?|\\[,;:])(?=[0-9]{3})", ","),  # thousands
+    (r"\\[()\[\],;:!> ]|\\(?:q?quad|(?:thin|en)space|displaystyle|left|right)(?![A-Za-z])|\s+", " "),  # blanks
+    (r"(?<=[^\s*(~])~|~(?= ?[A-Za-z}])", " "),  # a blank too, but ~5 is about 5
     (rf"\\[dtc]?frac ?{_PART} ?{_PART}", r" \1\2/\3\4 "),  # a/b; blanks around it, lest anything be glued to it
     (r" ?(?:\\times|\\cdot|[×·*x]) ?10 ?\^ ?(?:\{ ?([+-]?[0-9]+) ?\}|([+-]?[0-9]+))", r"e\1\2 "),
-    (r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox|f?box|boxed) ?\{([^{}]*)\}|\*\*([^*]+)\*\*", r" \1\2 "),
+    (r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|up|normal)?|emph|operatorname|[mf]?box(?:ed)?) ?\{([^{}]*)\}", r" \1 "),
+    (r"\*\*([^*]+)\*\*", r" \1 "),
+]
+_WRAPPINGS = [  # of a whole answer
     (r"^(\$\$?)([^$]+)\1", r" \2 "),  # $5$ and $5$ apples, but not the currency of $5
     (r"^\(([^()]*)\)$|^\{([^{}]*)\}$", r"\1\2"),
     (r"^[ *_`]+|[ *_`.,;]+$", ""),
-)
+]
 _CURRENCY = r"\\?[$€£¥₹₩₽¢]"
-# One letter is a variable, but for the a of "a day"; letters that touch the number make it 5x or 3b. Some are units:
-_WORD = r"(?:[A-Za-z]{2,20}|[ghlmsL]|a(?= ))(?: ?\^ ?(?:-?[1-3]|\{-?[1-3]\})|[²³])?\.?"
+# One letter is a variable, but for some units and the a of "a day"; letters that touch the number make it 5x or 3b.
+_WORD = r"(?:[A-Za-z]{2,20}|[ghlmsL]|a(?= ))(?: ?\^ ?(?:-?[1-3]|\{ ?-?[1-3] ?\})|[²³])?\.?"
 _TOUCHING = r"(?:[cdkm]m|[km]g|m[lLs]|min|hrs?|secs?|[km]ph|lbs?|ft|oz|USD|EUR|GBP)(?![A-Za-z])"
 _NUMBER = re.compile(
     rf"(?:(?:[A-Za-z]|\\[a-z]+)? ?= ?)?(?P<sign>[+-]? ?(?:{_CURRENCY} ?)?|{_CURRENCY} ?[+-] ?)"
-    rf"(?:(?:(?P<whole>{_INTEGER}) )?(?P<top>{_INTEGER}) ?/ ?(?P<bottom>{_INTEGER})"
+    rf"(?:(?:(?P<whole>{_INTEGER}) |(?P<top_sign>[+-]) ?)?(?P<top>{_INTEGER}) ?/"
+    rf" ?(?P<bottom_sign>[+-]?) ?(?P<bottom>{_INTEGER})"
     rf"|(?P<decimal>{_INTEGER}(?:\.[0-9]{{0,60}})?|\.[0-9]{{1,60}})(?:[eE](?P<exponent>[+-]?[0-9]{{1,2}}))?)"
-    rf"(?: ?(?P<percent>\\?%|per ?cent)| ?{_CURRENCY}| ?(?:°|\^ ?(?:\\circ|\{{ ?\\circ ?\}})|\\degree) ?[CF]?"
-    rf"|(?P<unit>(?:,? | ?/ ?|(?={_TOUCHING})){_WORD}(?:(?:,? | ?/ ?|-){_WORD}){{0,7}}))?"
+    rf"(?: ?(?P<percent>\\?%|per ?cent|pct)| ?{_CURRENCY}| ?(?:°|\^ ?(?:\\circ|\{{ ?\\circ ?\}})|\\degree) ?[CF]?)?"
+    rf"(?P<unit>(?:,? | ?/ ?|(?={_TOUCHING})){_WORD}(?:(?:,? | ?/ ?|-){_WORD}){{0,24}})?"
 )
-_NO_UNIT = re.compile(  # words that hedge, that change the value, that are a second number
-    r"(?i)\b(?:or|and|to|not|least|most|plus|minus|times|squared|cubed|factorial|pi|dozens?|lakhs?|half|halves|thirds?"
-    r"|quarters?|fifths?|(?:hundred|thousand|[mbtr]+illion)(?:s|ths?)?"
-    r"|one|two|three|four|five|six|seven|eight|nine|ten)(?![a-z])"
+# Words after a number must leave its value alone. One of up to three letters must be among these, for what is left of
+# them is algebra, functions and slang (xy, ln, bn). A longer one must not be loaded.
+_SHORT_WORDS = frozenset(
+    "mm cm dm km m nm in ft yd mi ha sq cu g mg kg lb lbs oz ton l ml cl dl cc qt pt gal tsp s ms sec min h hr hrs day"
+    " wk mo yr yrs am pm mph kph kmh fps rpm hz khz mhz kb mb gb tb w kw kwh kj deg rad mol pa kpa usd eur gbp inr yen"
+    " won man men boy kid guy cat dog pig cow hen bee ant egg pie tea jam ice oil gum cup mug jar can box bag bed bus"
+    " car van toy hat cap pen key row set lot pot pan tin tub bar bun nut way job lap run win hit leg arm eye map bet"
+    " tie fan fee tax tip pet age a an the of in on at by for per to as is are was and but so he she it we you who has"
+    " had did got her his its our all old new big red due ago now my me him be do go get buy out off too any rev mpg"
+    " amp ohm cal atm bit".split()
 )
+_ONE = (
+    r"(?:zero|nought|naught|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twent(?:y|ie)|hundred"
+    r"|(?:thir|fou?r|fif|six|seven|eigh|nine)(?:teen|ty|tie)|thousand|milliard|[a-z]{1,9}illion)"
+)
+_LOADED = re.compile(  # cardinals, ordinals (a second is a time), scales, signs, hedges, operations, functions, Greek
+    rf"{_ONE}{{1,4}}(?:e?s|ths?|fold)?"
+    rf"|{_ONE}{{0,4}}(?:firsts?|thirds?|(?:fif|eigh|nin|twelf)ths?|hal(?:f|ves)|quarters?)"
+    r"|dozen(?:s|ths?)?|gross|grand|lakhs?|lacs|crores?|myriads?|thou|mill|(?:per)?mil(?:le)?|permyriad|promille|basis"
+    r"|minus|negatives?|below|beneath|under|subzero"
+    r"|or|nor|not|never|n?either|else|otherwise|unless|except|about|around|roughly|nearly|almost|circa|perhaps|maybe"
+    r"|approx(?:imately)?|possibly|probably|least|most|m(?:ax|in)imum|upwards?|above|counting|respectively|versus"
+    r"|instead|rather|wrong|incorrect|false"
+    r"|infinit[ey]|plus|added|subtracted|divided|multiplied|raised|power|squared|cubed|doubled?|tripled?|quadrupled?"
+    r"|halved|twice|thrice|factorial|reciprocal|inverse|mod|modulo|sqrt|cbrt|root|frac|floor|ceil(?:ing)?|gcd|lcm|abs"
+    r"|max|exp|log(?:arithm)?|ln|lg|(?:arc|ar|a)?(?:sin|cos|tan|cot|sec(?=h)|cosec|csc)h?"
+    r"|(?:arc)?(?:co)?(?:sine|tangent|secant)"
+    r"|alpha|beta|gamma|delta|(?:var)?epsilon|[bz]?eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|omicron|pi"
+    r"|(?:var)?rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega",
+    re.I,
+)
+
+
+def _spell(text, spellings):
+    """The text with these (pattern, replacement) pairs applied until nothing changes."""
+    before = None
+    while text != before:
+        before = text
+        for pattern, spelling in spellings:
+            text = re.sub(pattern, spelling, text)
+    return text
+
+
+def _are_loaded(words):
+    """Whether words beside a number make it another or leave it open: a loaded one, a variable, "3 times" and more."""
+    for word in words:
+        if _LOADED.fullmatch(word) or (len(word) == 1 and word not in "aAICFghlmsL"):
+            return True
+    return "times" in words[:-1] or re.search(r"\band (?:up|more|over)\b", " ".join(words)) is not None
 
 
 def _read(text):
     """(number, is it a fraction, is it a percentage) of a text, or None if it is no number. 15% gives 15."""
-    text, before = str(text).replace("\N{MINUS SIGN}", "-"), None
-    while text != before and len(text) <= MAX_ANSWER:
-        before = text
-        for pattern, spelling in _SPELLINGS:
-            text = re.sub(pattern, spelling, text)
-    match = _NUMBER.fullmatch(text) if len(text) <= MAX_ANSWER else None
-    if not match or _NO_UNIT.search(match["unit"] or ""):
+    text = str(text).replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")
+    if len(text) > MAX_ANSWER:
         return None
+    match = _NUMBER.fullmatch(_spell(text, _SPELLINGS + _WRAPPINGS))
+    if not match:
+        return None
+    unit = re.findall("[A-Za-z]+", match["unit"] or "")
+    if _are_loaded(unit) or unit[:1] in (["score"], ["MM"]):
+        return None
+    for word in unit:
+        if len(word) <= 3 and word.lower() not in _SHORT_WORDS:
+            return None
     written = match.group("whole", "top", "bottom", "decimal", "exponent")
     whole, top, bottom, decimal, exponent = (Fraction((part or "0").replace(",", "")) for part in written)
-    if match["top"] and (bottom == 0 or (match["whole"] and top >= bottom)):  # 1 5/4 is no mixed number
+    value = decimal * Fraction(10) ** exponent
+    if match["top"]:
+        if bottom == 0 or (match["whole"] and (top >= bottom or match["bottom_sign"])):  # 1 5/4 is no mixed number
+            return None
+        value = whole + top / bottom
+    for sign in match.group("sign", "top_sign", "bottom_sign"):
+        if "-" in (sign or ""):
+            value = -value  # the sign of -2 1/2 covers all of it
+    return value, bool(match["top"]), bool(match["percent"])
+
+
+_CALCULATION = re.compile("<<[^<>]{0,200}>>")  # GSM8K writes 3*4=<<3*4=12>>12
+_SQUARE = re.compile(r"([0-9] ?(?:[A-Za-z]{2,20}|m|s)) ?\^ ?(?:[1-3]|\{ ?-?[1-3] ?\})")
+_TO_NEXT_WORD = re.compile(r"(?:\\[A-Za-z]+|[^A-Za-z])*")
+_NEXT_WORD = re.compile(r"(?:(?:,? | ?/ ?|-)?(?:an? |per )?[A-Za-z]+[²³]?(?: ?/ ?[A-Za-z]+[²³]?)?)?")
+_NEXT_CLAUSE = re.compile(r" (?:in|for|from|on|at(?! least| most)|is|are|was|were|will|who|that|which|because|when) ")
+_MAY_STAND_BEFORE = re.compile(
+    r"(?:^|(?<![<>!~=])=>?|->|[→⇒]|(?<!\\)\b(?P<word>[A-Za-z]{2,}|[aAI])(?: of)?[.:,;(\['\"“]?) ?['\"“(\[]?$"
+)
+_JOINED = re.compile(  # 3 and 4, 3 feet 4, 3 cm by 4: a word between two numbers may only be a verb; more than 4
+    r"[0-9][^A-Za-z0-9]*and$"
+    r"|[0-9][^A-Za-z0-9,;:]*(?!(?:is|are|was|equals|makes|gives|leaves)$)[A-Za-z]+(?: and| of| by)?$"
+    r"|\b(?:(?:out|square|cube) of|up to|than|per|over|times)$|(?:\b(?:not|never|cannot)|n['’]t) [a-z]+$",
+    re.I,
+)
+
+
+def _last_number(text, *, at_the_end=False):
+    r"""The last number of a text, or None if there is none or what is around it is not harmless.
+
+    This finds its place: it begins as far left of the last digit as `_read` reads a number, and ends before the next
+    word. It must be one with that word too (at_the_end: with all that follows), and the next three, up to a verb or a
+    new clause, must leave it alone.
+    """
+    with_digit = [part for part in _SENTENCE_END.split(_CALCULATION.sub("", text[-2000:])) if re.search("[0-9]", part)]
+    if not with_digit:
         return None
-    value = whole + top / bottom if match["top"] else decimal * Fraction(10) ** exponent
-    negative = "-" in match["sign"]  # the sign of -2 1/2 covers all of it
-    return (-value if negative else value), bool(match["top"]), bool(match["percent"])
+    sentence = " ".join(with_digit[-1].split())
+    last = max(sentence.rfind(digit) for digit in "0123456789")
+    sentence = _SQUARE.sub(r"\1²", _spell(sentence[max(0, last - 200) : last + 100], _SPELLINGS))
+    last = max(sentence.rfind(digit) for digit in "0123456789")
+    end = len(sentence[: _TO_NEXT_WORD.match(sentence, last).end()].rstrip(" .,;:/()[]'\"”"))
+    what_is_counted = _NEXT_CLAUSE.split(sentence[end:])[0]
+    if _are_loaded(re.findall("[A-Za-z]+", what_is_counted)[:3]):
+        return None
+    unit = sentence[end:] if at_the_end else _NEXT_WORD.match(sentence, end).group()
+    for start in [0] + [match.end() for match in re.finditer(r"[ =>:(\['\"“]", sentence[:last])]:
+        number = sentence[start:end]
+        if last - start < 80 and not re.match(r"\* |[^=]*=", number) and _read(number):
+            if _may_follow(sentence[:start], number) and _read(number + unit):
+                return _spell(number, _SPELLINGS + _WRAPPINGS)
+            return None
+    return None
+
+
+def _may_follow(before, number):
+    """Whether what stands before a number leaves it alone: no other number's part, no hedge, no sum."""
+    match = _MAY_STAND_BEFORE.search(before)
+    if not match or (match["word"] and _are_loaded([match["word"]])) or _JOINED.search(before.rstrip(" ('\"")):
+        return False
+    return not (match["word"] and (number.startswith("+") or ("-" in number and re.search("[0-9]", before))))
 
 
 def parse_number(text):
     r"""A text (or a number) as an exact `Fraction`; None if it is not exactly one literal number.
 
     A number is an integer (thousands grouped by `,` `{,}` `\,`), a decimal, a/b, \frac{a}{b}, a mixed number
-    (-2\frac{1}{2} is -5/2), 1.5e3 or 1.5 \times 10^{3}; 28% is 7/25. A unit is a few words, bare or in \text{}, perhaps
-    with ^2 or ^3, that neither hedge nor change the value. LaTeX and Markdown wrappings are taken off first.
+    (-2\frac{1}{2} is -5/2), 1.5e3 or 1.5 \times 10^{3}; 28% is 7/25. A minus may be an en dash. A unit is a few words,
+    bare or in \text{}, perhaps with ^2 or ^3, that neither hedge nor change the value: "72 clips", "5 km/h", "3 times",
+    but not "5 sixths", "5 crore", "5 below zero", "5 or so", "5 sqrt", "5 alpha", "5 xy". Up to three letters it is one
+    of a short list. LaTeX and Markdown wrappings are taken off first.
     """
     value, _, is_percent = _read(text) or (None, False, False)
     return value / 100 if is_percent else value
@@ -130,21 +271,35 @@ def is_equiv(prediction, gold, *, tol=0):
     """
     if not 0 <= tol < float("inf"):
         raise ValueError(f"tol is {tol}: it must be 0 or more, and finite")
-    a, b = _read(prediction), _read(gold)
-    if a is None or b is None:
+    predicted = _read(prediction)
+    true = _read(gold)
+    if predicted is None or true is None:
         return False
-    (a, a_fraction, a_percent), (b, _, b_percent) = a, b
-    pairs = [(a, b)] if a_percent == b_percent else [(a, b), (a / 100, b) if a_percent else (a, b / 100)]
-    return any(abs(a - b) <= Fraction(tol) and not (a_fraction and b.denominator == 1) for a, b in pairs)
+    a, a_is_fraction, a_is_percent = predicted
+    b, _, b_is_percent = true
+    pairs = [(a, b)]
+    if a_is_percent and not b_is_percent:
+        pairs.append((a / 100, b))
+    if b_is_percent and not a_is_percent:
+        pairs.append((a, b / 100))
+    for x, y in pairs:
+        if abs(x - y) <= Fraction(tol) and not (a_is_fraction and y.denominator == 1):
+            return True
+    return False
+
+
+_OPERATORS = [("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"), ("–", "-")]
 
 
 def safe_eval(expression):
-    """(value, the integers used in order of appearance) of an expression in + - * / ( ) and integer literals.
+    r"""(value, the integers used in order of appearance) of an expression in + - * / ( ) and integer literals.
 
     The numbers come from the parse tree, so none can hide in a comment or be glued from two. Blanks are collapsed,
-    never deleted; the signs × ÷ − are read as * / -. Raises ValueError, and nothing else, for any other text.
+    never deleted; × ÷ − – \times \cdot \div are read as * / -. Raises ValueError, and nothing else, for any other.
     """
-    text = str(expression).replace("×", "*").replace("÷", "/").replace("\N{MINUS SIGN}", "-")
+    text = str(expression)
+    for sign, operator in _OPERATORS:
+        text = text.replace(sign, operator)
     if not re.fullmatch(rf"[0-9+\-*/()\s]{{1,{MAX_ANSWER}}}", text):
         raise ValueError(f"not at most {MAX_ANSWER} characters of integers, + - * / and parentheses")
     operators = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.UAdd: pos, ast.USub: neg}
@@ -166,14 +321,23 @@ def safe_eval(expression):
 
 
 def accuracy_reward(completions, solution, *, fallback=False, **kwargs):
-    """1.0 where a completion's answer equals the solution, 0.0 where not, None where the solution is no number.
+    r"""1.0 where a completion's answer equals the solution, 0.0 where not, None where the solution is no number.
 
-    completions: strings or message lists; solution: texts or numbers. Raises ValueError when the lengths differ. None
-    means "leave this sample out", in TRL and in `group_advantages`.
+    completions: strings or message lists; solution: numbers or texts. A text that is no number itself, such as the raw
+    solutions of GSM8K (... #### 72) and MATH (... \boxed{5}), is read as a completion is, but two boxes that differ are
+    none. None means "leave this sample out", in TRL and in `group_advantages`. ValueError when the lengths differ.
     """
-    answers = [extract_answer(completion, fallback=fallback) for completion in completions]
-    pairs = zip(answers, solution, strict=True)
-    return [None if parse_number(gold) is None else float(is_equiv(answer, gold)) for answer, gold in pairs]
+    rewards = []
+    for completion, gold in zip(completions, solution, strict=True):
+        if parse_number(gold) is None:
+            text = str(gold)
+            boxes = {_in_braces(text, box.end()) for box in _BOX.finditer(text)}
+            gold = extract_answer(text) if len({parse_number(box) for box in boxes}) < 2 else None
+        if parse_number(gold) is None:
+            rewards.append(None)
+        else:
+            rewards.append(float(is_equiv(extract_answer(completion, fallback=fallback), gold)))
+    return rewards
 
 
 def format_reward(completions, *, think_prefilled=False, **kwargs):
@@ -185,25 +349,32 @@ def format_reward(completions, *, think_prefilled=False, **kwargs):
     for completion in completions:
         text = ("<think>" if think_prefilled else "") + _text(completion)
         pieces = [piece.strip() for piece in re.split("(</?(?:think|answer)>)", text)]  # texts and tags in turn
-        tags_fit = pieces[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]
-        rewards.append(float(tags_fit and [bool(piece) for piece in pieces[::2]] == [False, True, False, True, False]))
+        fits = False
+        if pieces[1::2] == ["<think>", "</think>", "<answer>", "</answer>"]:
+            before, reasoning, between, answer, after = pieces[::2]
+            fits = reasoning != "" and answer != "" and before == between == after == ""
+        rewards.append(float(fits))
     return rewards
 
 
 def countdown_reward(completions, nums, target, **kwargs):
-    """1.0 where the answer is an expression that uses each given number once and equals the target; else 0.0.
+    r"""1.0 where the answer is an expression that uses each given number once and equals the target; else 0.0.
 
-    nums: lists of non-negative integers; target: numbers. `expression = target` will do as well. None where the target
-    is no number. Raises ValueError when the lengths differ.
+    nums: lists of non-negative integers; target: numbers. `expression = target` will do as well, and so will \times and
+    a full stop at the end, inside <answer> too: they change no number. None where the target is no number. Raises
+    ValueError when the lengths differ.
     """
     rewards = []
     for completion, given, goal in zip(completions, nums, map(parse_number, target), strict=True):
-        expression, *right = (extract_answer(completion) or "").split("=")
+        expression, *right = (extract_answer(completion) or "").removesuffix(".").split("=")
         try:
             value, used = safe_eval(expression)
         except ValueError:
-            value, used = None, []
-        correct = value == goal and sorted(used) == sorted(given) and [*map(parse_number, right)] in ([], [goal])
+            value = None  # equals no target
+            used = []
+        correct = value == goal and sorted(used) == sorted(given)
+        if right:
+            correct = correct and [parse_number(side) for side in right] == [goal]
         rewards.append(None if goal is None else float(correct))
     return rewards
 
@@ -241,11 +412,14 @@ def make_problem(task, terms, rng, *, largest=9, held_out=False):
 
 
 def _chain_sum(numbers, signs):
-    total, text, steps = numbers[0], str(numbers[0]), []
+    total = numbers[0]
+    text = str(total)
+    steps = []
     for sign, n in zip(signs, numbers[1:]):
         after = total + n if sign == "+" else total - n
         steps.append(f"{total}{sign}{n}={after}")
-        total, text = after, f"{text}{sign}{n}"
+        total = after
+        text += f"{sign}{n}"
     return Problem("chain-sum", text, str(total), tuple(numbers), " ".join(steps), str(total), str(total))
 
 
@@ -258,7 +432,8 @@ def _countdown(terms, largest, rng):
     all_signs = product("+-", repeat=terms - 1)
     tries = ["".join(f"{sign}{n}" for sign, n in zip(("", *signs), numbers)) for signs in all_signs]
     values = [int(safe_eval(expression)[0]) for expression in tries]
-    target, guess = rng.choice([value for value in values if value >= 0]), rng.choice(tries)  # all + is not negative
+    target = rng.choice([value for value in values if value >= 0])  # there is one: all + is not negative
+    guess = rng.choice(tries)
     found = values.index(target)
     steps = " ".join(f"{expression}={value}" for expression, value in zip(tries[: found + 1], values))
     prompt = f"{' '.join(map(str, numbers))} = {target}"
@@ -291,10 +466,27 @@ def worked_solution(problem, *, think):
     return f"<think>{problem.steps}</think><answer>{problem.solution}</answer>"
 
 
+def main(arguments):
+    """The verdict on an answer; without arguments two problems, each with a right and a wrong response."""
+    if len(arguments) == 2:
+        completion, gold = arguments
+        answer = extract_answer(completion)
+        verdict = {1.0: "right", 0.0: "wrong", None: "the gold is no number"}[accuracy_reward([completion], [gold])[0]]
+        print(f"answer: {answer}\nnumber: {parse_number(answer)}\nverdict: {verdict}")
+        return
+    if arguments:
+        sys.exit("usage: python rewards.py [COMPLETION GOLD]")
+    responses = {
+        "chain-sum": ["<think>9-1=8 8-4=4 4+7=11</think><answer>11</answer>", "<answer>9-1-4+7</answer>"],
+        "countdown": ["<think>7+5+3=15 7+5-3=9</think><answer>7+5-3</answer>", "<answer>3*3</answer>"],
+    }
+    for task, example in EXAMPLES.items():
+        problem = read_problem(task, example)
+        print(f"{task}: {problem.prompt}")
+        for response in responses[task]:
+            print(f"  answer {reward(problem, [response])[0]}, format {format_reward([response])[0]}: {response}")
+    print('To check an answer: python rewards.py "so \\boxed{12}" 12')
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python rewards.py COMPLETION GOLD")
-    completion, gold = sys.argv[1:]
-    answer = extract_answer(completion)
-    verdict = {1.0: "right", 0.0: "wrong", None: "the gold is no number"}[accuracy_reward([completion], [gold])[0]]
-    print(f"answer: {answer}\nnumber: {parse_number(answer)}\nverdict: {verdict}")
+    main(sys.argv[1:])
