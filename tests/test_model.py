@@ -397,9 +397,8 @@ def test_a_checkpoint_holds_its_format_sizes_weights_and_facts():
 
 
 def test_a_checkpoint_of_the_first_format_is_refused_in_one_line(tmp_path):
-    """Its facts had another name, and what is replayed had another order of dimensions."""
     content = checkpoint(make(), task="chain-sum") | {"format": 1}
-    content["about"] = content.pop("metadata")
+    content["about"] = content.pop("metadata")  # as they were called in it
     path = tmp_path / "old.pt"
     torch.save(content, path)
     with pytest.raises(ValueError) as error:
