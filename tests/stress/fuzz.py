@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """rewards.py under fire: strings made to confuse a parser, through every public function.
 
-    python tests/fuzz.py 100000
+    python tests/stress/fuzz.py 100000
 
 Only the documented ValueError may be raised, rewards are 0, 1 or None, text before the last marker changes nothing, a
 wrong number never pays, and no call takes more than 10 ms of processor time. The suite runs it short and untimed.
@@ -17,7 +17,7 @@ from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import rewards  # noqa: E402
@@ -44,8 +44,9 @@ def text(rng):
     if kind < 0.8:
         chars = list(rng.choice(SEEDS)) or [""]
         for _ in range(rng.randint(1, 6)):
-            at = rng.randrange(len(chars))
-            chars[at] = rng.choice(["", chars[at] * 2, *rng.choices(PIECES, k=2), rng.choice(string.printable)])
+            place = rng.randrange(len(chars))
+            pieces = rng.choices(PIECES, k=2)
+            chars[place] = rng.choice(["", chars[place] * 2, *pieces, rng.choice(string.printable)])
         return "".join(chars) * rng.choice([1, 1, 1, 2, 30])
     if kind < 0.9:
         return "".join(chr(rng.choice(UNICODE)) for _ in range(rng.randint(0, 60)))
@@ -64,56 +65,86 @@ def timed(function, args, kwargs, times):
         times.append(time.thread_time() - began)
 
 
-def attack(count, seed=0):
-    """Raises AssertionError at the first surprise. Returns (seconds, function, arguments) of the slowest call."""
-    rng, slowest = random.Random(seed), (0.0, "", "")
+class Calls:
+    """Calls public functions of rewards.py, and remembers the slowest call."""
 
-    def call(name, *args, **kwargs):
-        nonlocal slowest
-        function, times = getattr(rewards, name), []
+    def __init__(self):
+        self.seconds = 0.0
+        self.slowest = ""
+
+    def __call__(self, name, *args, **kwargs):
+        """What the call returns or raises."""
+        function = getattr(rewards, name)
+        times = []
         try:
             return timed(function, args, kwargs, times)
         finally:
-            if times[0] > max(1e-3, slowest[0]):  # a pause of the machine does not come five times, slow work does
+            if times[0] > max(1e-3, self.seconds):  # a pause of the machine does not come five times, slow work does
                 for _ in range(4):
                     with suppress(ValueError):
                         timed(function, args, kwargs, times)
-            slowest = max(slowest, (min(times), name, f"{str(args)[:200]}, {len(str(args))} characters"))
+            if min(times) > self.seconds:
+                self.seconds = min(times)
+                self.slowest = f"{name}({str(args)[:200]}), {len(str(args))} characters"
 
+
+def attack(count, seed=0):
+    """Raises AssertionError at the first surprise, with the string that caused it. Returns the `Calls` it made."""
+    rng = random.Random(seed)
+    call = Calls()
     for _ in range(count):
-        s, gold, fallback = text(rng), str(rng.randint(-99, 99)), rng.random() < 0.5
-        for answer in (call("extract_answer", s), call("extract_answer", s, fallback=True)):
-            assert answer is None or (answer and answer == answer.strip()), s
-        value = call("parse_number", s)
-        assert value is None or isinstance(value, Fraction), s
-        assert call("is_equiv", s, s) in ([False] if value is None else [True, False]), s  # 84/7 is no answer to 84/7
-        assert call("is_equiv", s, gold) in (True, False) and call("is_equiv", gold, s) in (True, False), s
-        with suppress(ValueError):
-            value, numbers = call("safe_eval", s)
-            assert isinstance(value, Fraction) and all(type(n) is int for n in numbers), s
-        with suppress(ValueError):
-            call("read_problem", rng.choice(["chain-sum", "countdown"]), s)
-        for completion in (s, [{"role": "assistant", "content": s}]):
-            assert call("accuracy_reward", [completion], [gold], fallback=fallback)[0] in (0.0, 1.0), s
-            assert call("accuracy_reward", [completion], [s])[0] in (0.0, 1.0, None), s
-            assert call("format_reward", [completion], think_prefilled=fallback)[0] in (0.0, 1.0), s
-            assert call("countdown_reward", [completion], [[3, 5, 8]], [25])[0] in (0.0, 1.0), s
-        wrong, before = str(int(gold) + rng.choice([-1, 1, 10])), s
-        while "<think>" in before:  # cutting one out can leave another
-            before = before.replace("<think>", "")
-        for said in (wrong, gold):
-            for form in ("<answer>{}</answer>", "</think>\\boxed{{{}}}", "</think>#### {}\n"):
-                completion = before + form.format(said) + f" {gold} "
-                assert rewards.extract_answer(completion) == said, s
-                assert rewards.accuracy_reward([completion], [gold]) == [float(said == gold)], s
-    return slowest
+        s = text(rng)
+        gold = str(rng.randint(-99, 99))
+        fallback = rng.random() < 0.5
+        attack_parsers(call, s, gold, rng)
+        attack_rewards(call, s, gold, fallback)
+        attack_last_marker(call, s, gold, rng)
+    return call
+
+
+def attack_parsers(call, s, gold, rng):
+    for answer in (call("extract_answer", s), call("extract_answer", s, fallback=True)):
+        assert answer is None or (answer and answer == answer.strip()), s
+    value = call("parse_number", s)
+    assert value is None or isinstance(value, Fraction), s
+    to_itself = call("is_equiv", s, s)
+    assert to_itself in ([False] if value is None else [True, False]), s  # 84/7 is no answer to 84/7
+    assert call("is_equiv", s, gold) in (True, False), s
+    assert call("is_equiv", gold, s) in (True, False), s
+    with suppress(ValueError):
+        value, numbers = call("safe_eval", s)
+        assert isinstance(value, Fraction), s
+        assert all(type(n) is int for n in numbers), s
+    with suppress(ValueError):
+        call("read_problem", rng.choice(["chain-sum", "countdown"]), s)
+
+
+def attack_rewards(call, s, gold, fallback):
+    for completion in (s, [{"role": "assistant", "content": s}]):
+        assert call("accuracy_reward", [completion], [gold], fallback=fallback)[0] in (0.0, 1.0), s
+        assert call("accuracy_reward", [completion], [s])[0] in (0.0, 1.0, None), s
+        assert call("format_reward", [completion], think_prefilled=fallback)[0] in (0.0, 1.0), s
+        assert call("countdown_reward", [completion], [[3, 5, 8]], [25])[0] in (0.0, 1.0), s
+
+
+def attack_last_marker(call, s, gold, rng):
+    """What comes before the last marker changes nothing: right is paid, wrong is not."""
+    wrong = str(int(gold) + rng.choice([-1, 1, 10]))
+    before = s
+    while "<think>" in before:  # cutting one out can leave another
+        before = before.replace("<think>", "")
+    for said in (wrong, gold):
+        for form in ("<answer>{}</answer>", "</think>\\boxed{{{}}}", "</think>#### {}\n"):
+            completion = before + form.format(said) + f" {gold} "
+            assert call("extract_answer", completion) == said, s
+            assert call("accuracy_reward", [completion], [gold]) == [float(said == gold)], s
 
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-    seconds, name, arguments = attack(count)
-    print(f"{count} strings; slowest call {1e3 * seconds:.1f} ms: {name}{arguments}")
-    if seconds > 0.01:
+    calls = attack(count)
+    print(f"{count} strings; slowest call {1e3 * calls.seconds:.1f} ms: {calls.slowest}")
+    if calls.seconds > 0.01:
         sys.exit("fuzz.py: a call took more than 10 ms of processor time, five times in a row")
     tracemalloc.start()
     attack(count // 50, seed=1)
