@@ -45,9 +45,10 @@ def gspo_token_loss(
     prepared = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=True)
     new, old, advantages, mask, lengths, count = prepared
     log_ratio = (new - old).sum(1, keepdim=True) / lengths  # (B, 1)
-    ratio = log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp().detach()
+    ratio = log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
     # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)], sg: stop-gradient; the value of s_i, token t's gradient
-    token_ratio = ratio * (new - new.detach()).exp()  # (B, T)
+    token_log_ratio = log_ratio.detach() + (new - new.detach())  # (B, T)
+    token_ratio = token_log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
     # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
     unclipped = token_ratio * advantages
     clipped = token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages

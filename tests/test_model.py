@@ -17,7 +17,7 @@ from model import (
     Transformer,
     checkpoint,
     load_model,
-    score,
+    response_logprobs,
     split_by_length,
     token_logprobs,
 )
@@ -25,6 +25,7 @@ from model import (
 SMALL = dict(
     vocab_size=30, width=16, layers=2, heads=4, kv_heads=2, experts=4, experts_per_token=2, expert_width=8, context=40
 )
+SPANS = [(1, 14), (3, 4), (5, 9), (2, 12), (7, 8)]  # of 5 rows, some full, some of one response token
 
 
 def make(seed=0, **sizes):
@@ -36,27 +37,37 @@ def tokens(rows, length, seed=0, vocab=30):
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def random_routes(rows, length, seed=0):
+    """Two different experts of the four for each token and layer: (B, T, L, K)."""
+    scores = torch.rand(rows, length, 2, 4, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(2).indices
+
+
 def close(a, b, atol=2e-5):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=atol)
 
 
 def test_shapes():
     logits, routes = make()(tokens(3, 7))
-    assert logits.shape == (3, 7, 30) and routes.shape == (2, 3, 7, 2)
+    assert logits.shape == (3, 7, 30)
+    assert routes.shape == (3, 7, 2, 2)
 
 
 def test_causality():
-    m, x = make(), tokens(2, 12)
+    m = make()
+    x = tokens(2, 12)
     y = x.clone()
     y[:, 8:] = (y[:, 8:] + 1) % 30
-    a, b = m(x)[0], m(y)[0]
+    a, _ = m(x)
+    b, _ = m(y)
     close(a[:, :8], b[:, :8])
     assert (a[:, 8] - b[:, 8]).abs().max() > 1e-3
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_padding():
-    m, x = make(), tokens(5, 9)
-    together = m(x)[0]
+    m = make()
+    x = tokens(5, 9)
+    together, _ = m(x)
     for i in range(5):
         close(m(x[i : i + 1])[0][0], together[i])
     padded = torch.cat([x, tokens(5, 6, seed=1)], 1)  # anything may stand there
@@ -65,8 +76,10 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_padding():
 
 def test_attention_is_the_textbooks():
     """Positions, groups and scale against a direct computation: rotation matrices, loops over heads, explicit softmax."""
-    m, t = make(), 6
-    attention, d = m.blocks[0].attention, 4
+    m = make()
+    attention = m.blocks[0].attention
+    t = 6
+    d = 4
     x = torch.randn(t, 16)
     q, k, v = attention.qkv(x).view(t, 8, d).split((4, 2, 2), 1)
 
@@ -76,12 +89,14 @@ def test_attention_is_the_textbooks():
         for p in range(t):
             for i in range(d // 2):
                 angle = torch.tensor(p * 10000.0 ** (-2 * i / d))
-                c, s = angle.cos(), angle.sin()
-                a, b = heads[p, :, 2 * i], heads[p, :, 2 * i + 1]
-                out[p, :, 2 * i], out[p, :, 2 * i + 1] = c * a - s * b, s * a + c * b
+                a = heads[p, :, 2 * i]
+                b = heads[p, :, 2 * i + 1]
+                out[p, :, 2 * i] = angle.cos() * a - angle.sin() * b
+                out[p, :, 2 * i + 1] = angle.sin() * a + angle.cos() * b
         return out
 
-    q, k = norm_and_turn(q), norm_and_turn(k)
+    q = norm_and_turn(q)
+    k = norm_and_turn(k)
     y = torch.zeros(t, 4, d)
     for h in range(4):
         for p in range(t):
@@ -91,103 +106,10 @@ def test_attention_is_the_textbooks():
     close(attention(x[None], rotations, (1, t))[0], attention.out(y.flatten(1)))
 
 
-def test_cached_decode_equals_full_forward():
-    m, x = make(), tokens(4, 20)
-    full, routes = m(x)
-    prompts = torch.tensor([5, 3, 8, 1])  # rows of different lengths side by side
-    cache = KVCache(m, 4, 20)
-    padded = torch.where(torch.arange(8) < prompts[:, None], x[:, :8], 0)
-    with torch.no_grad():
-        h, taken, _ = m.features(padded, cache=cache)
-        for row, n in enumerate(prompts):
-            close(m.head(h[row, :n]), full[row, :n])
-            assert torch.equal(taken[:, row, :n], routes[:, row, :n])
-        for step in range(12):
-            at = prompts + step
-            h, taken = m.decode(x.gather(1, at[:, None])[:, 0], at, cache)
-            close(m.head(h), full[torch.arange(4), at])
-            assert torch.equal(taken, routes[:, torch.arange(4), at])
-
-
-def test_cache_shrinks_to_the_rows_that_are_left():
-    m, x = make(), tokens(5, 12)
-    full = m(x)[0]
-    cache = KVCache(m, 5, 12)
-    with torch.no_grad():
-        m.features(x[:, :6], cache=cache)
-        cache.shrink(3, source=torch.tensor([4]), target=torch.tensor([1]))  # rows 1 and 3 have ended
-        for at in range(6, 12):
-            left = torch.tensor([0, 4, 2])
-            h, _ = m.decode(x[left, at], torch.full((3,), at), cache)
-            close(m.head(h), full[left, at])
-
-
-def test_score_equals_token_logprobs_in_value_and_gradient():
-    """`score` skips padding and prompts; `token_logprobs` computes everything. Routing replay included."""
-    m, x = make(), tokens(5, 14)
-    spans = [(1, 14), (3, 4), (5, 9), (2, 12), (7, 8)]
-    mask = torch.stack([(torch.arange(14) >= s) & (torch.arange(14) < e) for s, e in spans])
-    for routes in (None, (m(x)[1] + 1) % 4):
-        got, probs, read = score(m, x, spans, temperature=0.7, routes=routes)
-        want = token_logprobs(m, x, temperature=0.7, routes=routes)
-        close(got, torch.where(mask, want, 0), atol=1e-5)
-        assert probs.shape == (2, sum(e - 1 for _, e in spans), 4) and len(read) == probs.size(1)
-        weights = torch.rand(5, 14)
-        grads = [torch.autograd.grad((w * weights * mask).sum(), list(m.parameters())) for w in (got, want)]
-        for a, b in zip(*grads):
-            close(a, b)
-
-
-def test_rows_by_length():
-    lengths = [5, 1, 9, 3, 3]
-    assert split_by_length(lengths, 21) == [[1, 3, 4, 0, 2]] and split_by_length(lengths, 10) == [[1, 3, 4, 0], [2]]
-    assert sorted(sum(split_by_length(lengths, 1), [])) == [0, 1, 2, 3, 4] and split_by_length([], 5) == []  # noqa: RUF017
-
-
-def test_token_logprobs():
-    m, x = make(), tokens(3, 10)
-    for temperature in (1.0, 0.5):
-        logprobs = token_logprobs(m, x, temperature=temperature)
-        want = (m(x)[0][:, :-1] / temperature).log_softmax(-1).gather(-1, x[:, 1:, None])[..., 0]
-        close(logprobs[:, 1:], want, atol=1e-5)
-        assert (logprobs[:, 0] == 0).all() and logprobs.dtype == torch.float32
-
-
-def test_replaying_the_routes_taken_is_a_no_op_bit_for_bit():
-    m, x = make(), tokens(3, 10)
-    logits, routes = m(x)
-    again, same = m(x, routes=routes.to(torch.uint8))
-    assert torch.equal(logits, again) and torch.equal(routes, same)
-    assert torch.equal(token_logprobs(m, x), token_logprobs(m, x, routes=routes))
-
-
-def test_replaying_foreign_routes_gives_the_router_gradient():
-    m, x = make(), tokens(3, 10)
-    token_logprobs(m, x, routes=(m(x)[1] + 1) % 4).sum().backward()
-    assert all(block.moe.router.grad.abs().sum() > 0 for block in m.blocks)
-
-
 def test_no_dropout_and_no_mode():
-    m, x = make(), tokens(2, 5)
-    assert torch.equal(m.train()(x)[0], m.eval()(x)[0])
-
-
-def test_bad_input_says_so():
     m = make()
-    with pytest.raises(ValueError, match="exceeds the model's context of 40"):
-        m(tokens(1, 41))
-    with pytest.raises(ValueError, match=r"must be \(L, B, T, K\)"):
-        m(tokens(2, 5), routes=torch.zeros(2, 5, 2))
-    for sizes, message in [
-        (dict(width=18), "divisible by 2 x heads"),
-        (dict(kv_heads=3), "divisible by kv_heads"),
-        (dict(experts_per_token=5), "exceeds experts"),
-        (dict(layers=0), "at least 1"),
-        (dict(width=16.0), "whole number"),
-        (dict(experts=300), "at most 256"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            ModelConfig(**(SMALL | sizes))
+    x = tokens(2, 5)
+    assert torch.equal(m.train()(x)[0], m.eval()(x)[0])
 
 
 def test_parameter_count():
@@ -196,6 +118,230 @@ def test_parameter_count():
     assert total == sum(p.numel() for p in m.parameters())
     experts = 2 * 4 * (16 * 16 + 8 * 16)
     assert active == total - experts * 3 // 4 - 30 * 16
+
+
+# The cache
+
+
+@torch.no_grad()
+def test_cached_decode_equals_full_forward():
+    m = make()
+    x = tokens(4, 20)
+    full, routes = m(x)
+    prompts = torch.tensor([5, 3, 8, 1])  # rows of different lengths side by side
+    cache = KVCache(m, 4, 20)
+    padded = torch.where(torch.arange(8) < prompts[:, None], x[:, :8], 0)
+    h, taken, _ = m.features(padded, cache=cache)
+    for row, n in enumerate(prompts):
+        close(m.head(h[row, :n]), full[row, :n])
+        assert torch.equal(taken[row, :n], routes[row, :n])
+    for step in range(12):
+        at = prompts + step
+        h, taken = m.decode(x.gather(1, at[:, None])[:, 0], at, cache)
+        close(m.head(h), full[torch.arange(4), at])
+        assert torch.equal(taken, routes[torch.arange(4), at])
+
+
+@torch.no_grad()
+def test_a_prompt_read_once_serves_all_samples_of_its_group():
+    m = make()
+    x = tokens(2, 6)
+    once = KVCache(m, 6, 8)
+    m.features(x, cache=once)
+    thrice = KVCache(m, 6, 8)
+    m.features(x.repeat_interleave(3, 0), cache=thrice)
+    assert once.used == thrice.used == 6
+    close(once.kv, thrice.kv)
+    assert once.kv[..., :6, :].abs().amin(-1).all()
+
+
+def test_compaction_moves_rows_as_plain_indexing_does():
+    cache = KVCache(make(), 5, 12)
+    assert cache.kv.shape == (2, 2, 5, 2, 12, 4)
+    cache.kv.normal_()
+    cache.used = 7
+    expected = cache.kv[:, :, [0, 4, 2], :, :7].clone()
+    storage = cache.kv.data_ptr()
+    cache.compact(3, source=torch.tensor([4]), target=torch.tensor([1]))  # rows 1 and 3 have ended
+    assert cache.kv.shape == (2, 2, 3, 2, 12, 4)
+    assert torch.equal(cache.kv[..., :7, :], expected)
+    assert cache.kv.data_ptr() == storage  # nothing is allocated
+    nothing = torch.tensor([], dtype=torch.long)
+    cache.compact(2, source=nothing, target=nothing)  # the last row has ended: there is no gap
+    assert torch.equal(cache.kv[..., :7, :], expected[:, :, :2])
+
+
+@torch.no_grad()
+def test_decoding_goes_on_after_compaction():
+    m = make()
+    x = tokens(5, 12)
+    full, _ = m(x)
+    cache = KVCache(m, 5, 12)
+    m.features(x[:, :6], cache=cache)
+    left = torch.tensor([0, 4, 2])
+    cache.compact(3, source=torch.tensor([4]), target=torch.tensor([1]))
+    for at in range(6, 12):
+        h, _ = m.decode(x[left, at], torch.full((3,), at), cache)
+        close(m.head(h), full[left, at])
+
+
+# Log-probs of given tokens
+
+
+def test_token_logprobs():
+    m = make()
+    x = tokens(3, 10)
+    for temperature in (1.0, 0.5):
+        logprobs = token_logprobs(m, x, temperature=temperature)
+        want = (m(x)[0][:, :-1] / temperature).log_softmax(-1).gather(-1, x[:, 1:, None])[..., 0]
+        close(logprobs[:, 1:], want, atol=1e-5)
+        assert (logprobs[:, 0] == 0).all()
+        assert logprobs.dtype == torch.float32
+
+
+def one_row_at_a_time(m, x, spans, temperature, routes):
+    """What `response_logprobs` returns, slowly: a forward pass for each row without its padding, token by token."""
+    out = torch.zeros(x.shape)
+    for row, (start, end) in enumerate(spans):
+        row_routes = None if routes is None else routes[row : row + 1, :end]
+        logits, _ = m(x[row : row + 1, :end], routes=row_routes)
+        for t in range(start, end):
+            out[row, t] = (logits[0, t - 1] / temperature).log_softmax(-1)[x[row, t]]
+    return out
+
+
+@pytest.mark.parametrize("routes", [None, random_routes(5, 14)], ids=["routed", "replayed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_response_logprobs_equal_those_of_each_row_alone(routes, temperature):
+    """In value and gradient; and `token_logprobs`, which computes everything, is a third way to the same."""
+    m = make()
+    x = tokens(5, 14)
+    mask = torch.stack([(torch.arange(14) >= start) & (torch.arange(14) < end) for start, end in SPANS])
+    ways = [
+        one_row_at_a_time(m, x, SPANS, temperature, routes),
+        response_logprobs(m, x, SPANS, temperature=temperature, routes=routes),
+        torch.where(mask, token_logprobs(m, x, temperature=temperature, routes=routes), 0),
+    ]
+    weights = torch.rand(5, 14)
+    gradients = [torch.autograd.grad((logprobs * weights).sum(), list(m.parameters())) for logprobs in ways]
+    for logprobs, gradient in zip(ways[1:], gradients[1:]):
+        close(logprobs, ways[0], atol=1e-5)
+        assert (logprobs[~mask] == 0).all()
+        assert logprobs.dtype == torch.float32
+        for a, b in zip(gradient, gradients[0]):
+            close(a, b)
+
+
+def test_response_logprobs_hand_over_the_routers_probabilities_of_the_packed_tokens():
+    m = make()
+    x = tokens(5, 14)
+    logprobs, probs, packed = response_logprobs(m, x, SPANS, output_router_probs=True)
+    assert torch.equal(logprobs, response_logprobs(m, x, SPANS))
+    places = []  # all but the last token of each row, prompt included, in rows of 13
+    for row, (_, end) in enumerate(SPANS):
+        places += range(13 * row, 13 * row + end - 1)
+    assert packed.tolist() == places
+    assert probs.shape == (len(places), 2, 4)
+    _, _, everywhere = m.features(x[:, :-1])
+    close(probs, everywhere.flatten(0, 1)[packed])
+
+
+def test_response_logprobs_never_look_at_padding():
+    m = make()
+    x = tokens(5, 14)
+    other = x.clone()
+    for row, (_, end) in enumerate(SPANS):
+        other[row, end:] = 29 - other[row, end:]
+    assert not torch.equal(x, other)
+    assert torch.equal(response_logprobs(m, x, SPANS), response_logprobs(m, other, SPANS))
+
+
+def test_a_row_without_a_response_scores_nothing():
+    m = make()
+    x = tokens(3, 6)
+    spans = [(2, 2), (1, 1), (0, 0)]
+    logprobs = response_logprobs(m, x, spans)
+    assert logprobs.shape == (3, 6)
+    assert (logprobs == 0).all()
+    logprobs.sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in m.parameters())
+
+
+def test_rows_by_length():
+    lengths = [5, 1, 9, 3, 3]
+    assert split_by_length(lengths, 21) == [[1, 3, 4, 0, 2]]
+    assert split_by_length(lengths, 10) == [[1, 3, 4, 0], [2]]
+    assert split_by_length([], 5) == []
+    batches = split_by_length(lengths, 1)
+    assert sorted(row for batch in batches for row in batch) == [0, 1, 2, 3, 4]
+
+
+# Routing replay
+
+
+def test_replaying_the_routes_taken_is_a_no_op_bit_for_bit():
+    m = make()
+    x = tokens(3, 10)
+    logits, routes = m(x)
+    again, same = m(x, routes=routes.to(torch.uint8))
+    assert torch.equal(logits, again)
+    assert torch.equal(routes, same)
+    assert torch.equal(token_logprobs(m, x), token_logprobs(m, x, routes=routes))
+    assert torch.equal(response_logprobs(m, x, [(2, 10)] * 3), response_logprobs(m, x, [(2, 10)] * 3, routes=routes))
+
+
+def test_replayed_routes_are_those_of_their_own_row_token_and_layer():
+    """As many rows as layers and tokens, so that no check of shapes could tell (B, T, L, K) from another order."""
+    m = make()
+    x = tokens(2, 2)
+    routes = random_routes(2, 2)
+    logits, used = m(x, routes=routes)
+    assert torch.equal(used, routes)
+    for row in range(2):
+        close(m(x[row : row + 1], routes=routes[row : row + 1])[0][0], logits[row])
+    for layer in range(2):  # the last token of row 1 alone goes through other experts
+        changed = routes.clone()
+        changed[1, 1, layer] = torch.tensor([e for e in range(4) if e not in routes[1, 1, layer]])
+        moved = (m(x, routes=changed)[0] - logits).abs().amax(-1)
+        assert (moved > 1e-3).tolist() == [[False, False], [False, True]]
+        _, used = m(x, routes=changed)
+        assert torch.equal(used, changed)
+    close(m.features(x, routes=routes)[2][:, :, 0], m.features(x)[2][:, :, 0])  # layer 0's router saw the same
+
+
+def test_replaying_foreign_routes_gives_the_router_gradient():
+    m = make()
+    x = tokens(3, 10)
+    token_logprobs(m, x, routes=(m(x)[1] + 1) % 4).sum().backward()
+    assert all(block.moe.router.grad.abs().sum() > 0 for block in m.blocks)
+
+
+# What does not fit
+
+
+def test_bad_input_says_so():
+    m = make()
+    with pytest.raises(ValueError, match="exceeds the model's context of 40"):
+        m(tokens(1, 41))
+    for shape in ((2, 5, 2), (2, 3, 5, 2), (3, 5, 2, 1), (3, 4, 2, 2)):
+        with pytest.raises(ValueError, match=r"must be \(B, T, L, K\), for tokens \(3, 5\)"):
+            m(tokens(3, 5), routes=torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(width=18), "divisible by 2 x heads"),
+        (dict(kv_heads=3), "divisible by kv_heads"),
+        (dict(experts_per_token=5), "exceeds experts"),
+        (dict(layers=0), "at least 1"),
+        (dict(width=16.0), "whole number"),
+        (dict(experts=300), "at most 256"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_so(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**(SMALL | sizes))
 
 
 # Devices: tensors that only claim to be on a GPU raise where one on the CPU would mix with them
@@ -211,8 +357,10 @@ def test_forward_backward_and_losses_stay_on_the_device(dtype, monkeypatch):
             m = Transformer(ModelConfig(**SMALL))
             torch.set_default_dtype(torch.float32)
             x = torch.randint(0, 30, (4, 9))
-            old, mask, advantages = torch.zeros(4, 9), torch.ones(4, 9, dtype=torch.bool), torch.randn(4, 9)
-        logprobs, _, _ = score(m, x, [(2, 9), (3, 5), (1, 7), (4, 6)])
+            old = torch.zeros(4, 9)
+            mask = torch.ones(4, 9, dtype=torch.bool)
+            advantages = torch.randn(4, 9)
+        logprobs = response_logprobs(m, x, [(2, 9), (3, 5), (1, 7), (4, 6)])
         for loss, a in ((gspo_loss, advantages[:, 0]), (grpo_loss, advantages[:, 0]), (gspo_token_loss, advantages)):
             value, metrics = loss(logprobs, old, a, mask)
             value.backward(retain_graph=True)
@@ -220,7 +368,7 @@ def test_forward_backward_and_losses_stay_on_the_device(dtype, monkeypatch):
         assert all(p.grad.device == device for p in m.parameters())
         token_logprobs(m, x, routes=m(x)[1])
         with pytest.raises(RuntimeError, match="device"):  # the check checks
-            score(m, torch.zeros(4, 9, dtype=torch.long, device="cpu"), [(2, 9)] * 4)
+            response_logprobs(m, torch.zeros(4, 9, dtype=torch.long, device="cpu"), [(2, 9)] * 4)
 
 
 # Checkpoints
@@ -233,9 +381,29 @@ def saved(tmp_path, **changes):
 
 
 def test_checkpoint_round_trip(tmp_path):
-    m, about = load_model(saved(tmp_path))
-    assert about == {"task": "chain-sum"} and m.config == ModelConfig(**SMALL)
+    m, metadata = load_model(saved(tmp_path))
+    assert metadata == {"task": "chain-sum"}
+    assert m.config == ModelConfig(**SMALL)
+    assert not m.training
     assert torch.equal(m(tokens(2, 5))[0], make()(tokens(2, 5))[0])
+
+
+def test_a_checkpoint_holds_its_format_sizes_weights_and_facts():
+    content = checkpoint(make(), task="chain-sum")
+    assert content.keys() == {"format", "config", "weights", "metadata"}
+    assert content["format"] == 2
+    assert content["config"] == SMALL | {"rope_theta": 10000.0}
+    assert content["metadata"] == {"task": "chain-sum"}
+
+
+def test_a_checkpoint_of_the_first_format_is_refused_in_one_line(tmp_path):
+    content = checkpoint(make(), task="chain-sum") | {"format": 1}
+    content["about"] = content.pop("metadata")  # as they were called in it
+    path = tmp_path / "old.pt"
+    torch.save(content, path)
+    with pytest.raises(ValueError) as error:
+        load_model(path)
+    assert str(error.value) == f"{path} has format 1, this program reads format 2"
 
 
 def weights_with(name, value):
@@ -247,15 +415,16 @@ def weights_with(name, value):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"format": 2}, "has format 2, this program reads format 1"),
-        ({"format": "1"}, "has format 1, this"),
-        ({"extra": 1}, "not a checkpoint of this project"),
+        ({"format": 1}, "has format 1, this program reads format 2"),
+        ({"format": 3}, "has format 3, this program reads format 2"),
+        ({"format": "2"}, "has format '2', this"),
+        ({"format": torch.ones(2)}, r"has format tensor\(\[1., 1.\]\), this"),
         ({"config": {"width": 16}}, "does not fit"),
         ({"config": SMALL | {"depth": 3}}, "unexpected keyword"),
         ({"config": SMALL | {"heads": 3}}, "divisible"),
         ({"config": SMALL | {"width": 10**9}}, "size mismatch"),
         ({"config": 5}, "does not fit"),
-        ({"about": 5}, "does not fit"),
+        ({"metadata": 5}, "does not fit"),
         ({"weights": {}}, "Missing key.*embed.weight"),
         ({"weights": 5}, "does not fit"),
         ({"weights": weights_with("new", torch.zeros(1))}, "Unexpected key.*new"),
@@ -267,7 +436,18 @@ def weights_with(name, value):
 def test_a_checkpoint_that_does_not_fit_says_why_in_one_line(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         load_model(saved(tmp_path, **changes))
-    assert "\n" not in str(error.value) and "m.pt" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "m.pt" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["format", "config", "weights", "metadata"])
+def test_a_checkpoint_that_lacks_something_says_so(tmp_path, name):
+    content = checkpoint(make(), task="chain-sum")
+    del content[name]
+    torch.save(content, tmp_path / "m.pt")
+    message = "does not fit this program: 'metadata'" if name == "metadata" else "is not a checkpoint of this project"
+    with pytest.raises(ValueError, match=f"m.pt {message}"):
+        load_model(tmp_path / "m.pt")
 
 
 def test_damaged_and_foreign_files(tmp_path):
@@ -278,7 +458,7 @@ def test_damaged_and_foreign_files(tmp_path):
         whole[: len(whole) // 2],
         b"hello",
         whole[:-50],
-        pickle.dumps({"format": 1}),
+        pickle.dumps({"format": 2}),
         b"PK\x03\x04junk",
     ):
         path.write_bytes(content)
@@ -304,7 +484,7 @@ class Payload:
 def test_a_malicious_pickle_executes_nothing(tmp_path):
     marker = str(tmp_path / "marker")
     buffer = io.BytesIO()
-    torch.save({"format": 1, "config": Payload(marker), "weights": {}, "about": {}}, buffer)
+    torch.save({"format": 2, "config": Payload(marker), "weights": {}, "metadata": {}}, buffer)
     for content in (pickle.dumps(Payload(marker)), buffer.getvalue()):
         (tmp_path / "evil.pt").write_bytes(content)
         with pytest.raises(ValueError, match="not a checkpoint"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Kill a tiny run at random moments, resume it each time, and compare it with one that was never disturbed.
 
-    python tests/kill.py 10
+    python tests/stress/kill.py 10
 
 Every kill is SIGKILL to the process, after a random share of the time that an undisturbed run takes; whether it hits the
 warm start, an update, an evaluation or a save is left to chance. The suite kills once; it also crashes runs at chosen
@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from cases import TINY, results  # noqa: E402
 
@@ -30,24 +30,29 @@ def start(*argv):
     return subprocess.Popen([sys.executable, "train.py", *map(str, argv)], cwd=ROOT, env=env, **quiet)
 
 
+def start_or_resume(folder):
+    started = (folder / "settings.json").exists()
+    return start("--resume", folder) if started else start(*RUN, "--out", folder)
+
+
 def kill_and_compare(kills, seed=None):
     """Returns how many of the kills came before the run had ended. Raises AssertionError where anything differs."""
     rng = random.Random(seed)
+    hits = 0
     with tempfile.TemporaryDirectory() as parent:
-        whole, killed = Path(parent) / "whole", Path(parent) / "killed"
+        whole = Path(parent) / "whole"
+        killed = Path(parent) / "killed"
         began = time.perf_counter()
         assert start(*RUN, "--out", whole).wait() == 0
-        duration, hits = time.perf_counter() - began, 0
+        duration = time.perf_counter() - began
         for _ in range(kills):
-            started = (killed / "settings.json").exists()
-            process = start("--resume", killed) if started else start(*RUN, "--out", killed)
+            process = start_or_resume(killed)
             # Most of a short process is importing torch: aim behind that, ever further into what is left of the run
             time.sleep(duration * (0.4 + 0.5 * rng.random()))
             hits += process.poll() is None
             process.kill()
             process.wait()
-        started = (killed / "settings.json").exists()
-        assert (start("--resume", killed) if started else start(*RUN, "--out", killed)).wait() == 0
+        assert start_or_resume(killed).wait() == 0
         assert results(killed) == results(whole)
     return hits
 
@@ -56,6 +61,7 @@ if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     total = 0
     for i in range(count):  # a fresh run for each, or the later ones would only hit what is left of it
-        total += kill_and_compare(1 + i % 2, seed=i)
-        print(f"run {i + 1}: killed {1 + i % 2}x, resumed: equal", flush=True)
+        kills = 1 + i % 2
+        total += kill_and_compare(kills, seed=i)
+        print(f"run {i + 1}: killed {kills}x, resumed: equal", flush=True)
     print(f"{total} kills hit a live run; every resumed run equals the undisturbed one")
