@@ -7,8 +7,8 @@
 A random Qwen3-MoE of 44 thousand parameters is trained from one start with either, on a CPU, nothing downloaded: 24
 updates on 4 generations of 16 responses. A response that does not end by itself has an empty mask. Seconds later:
 
-    sequence: weights moved by 0.008 at most, TRL's and ours differ by 1e-08 at most
-    token: weights moved by 0.01 at most, TRL's and ours differ by 0 at most
+    sequence: largest move of a weight 0.008, largest difference between TRL's and ours 1e-08
+    token: largest move of a weight 0.01, largest difference between TRL's and ours 0
 """
 
 import sys
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -44,11 +44,12 @@ class OursInTRL(GRPOTrainer):
 
 
 def train(trainer, level):
-    """All weights in one row: (before, after)."""
+    def share_of_a(completions, **kwargs):
+        return [text.count("a") / 16 for text in completions]
+
     names = ["<pad>", "<eos>", *"abcdef"]
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
@@ -61,25 +62,19 @@ def train(trainer, level):
         beta=0.0, scale_rewards="group", router_aux_loss_coef=0.0, mask_truncated_completions=True,
         num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4,
         num_iterations=3, max_steps=24, learning_rate=1e-3, max_completion_length=16, bf16=False, use_cpu=True, seed=0,
-        gradient_checkpointing=False, output_dir=tempfile.mkdtemp(), save_strategy="no", report_to="none",
-        disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+        gradient_checkpointing=False, output_dir=tempfile.mkdtemp(), save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-
-    def share_of_a(completions, **kwargs):
-        return [text.count("a") / 16 for text in completions]
-
     data = Dataset.from_list([{"prompt": prompt} for prompt in ("ab", "cdef", "fa", "e")])
     run = trainer(model=model, reward_funcs=share_of_a, args=config, train_dataset=data, processing_class=tokenizer)
     run.remove_callback(PrinterCallback)
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     run.train()
-    return before, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return before, torch.nn.utils.parameters_to_vector(model.parameters()).detach()  # (weights,) each
 
 
 if __name__ == "__main__":
     for level in WINDOWS:
         start, theirs = train(GRPOTrainer, level)
         _, ours = train(OursInTRL, level)
-        moved = (theirs - start).abs().max()
-        gap = (theirs - ours).abs().max()
-        print(f"{level}: weights moved by {moved:.1g} at most, TRL's and ours differ by {gap:.1g} at most")
+        print(f"{level}: largest move of a weight {(theirs - start).abs().max():.1g},", end=" ")
+        print(f"largest difference between TRL's and ours {(theirs - ours).abs().max():.1g}")
