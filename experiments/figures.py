@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: MIT
+"""The figures of the sweeps, and the curves of any run. Needs numpy and matplotlib.
+
+    python experiments/figures.py edge       writes experiments/figures/edge.svg; without a name: all figures
+    python experiments/figures.py out/RUN    writes curves.svg into the folder of a run
+
+GSPO is blue, GRPO orange, and nothing else has these colours (of Okabe and Ito, for all eyes). Text and axes are grey on
+no ground of their own, so that they can be read on light pages and on dark ones.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from rows import groups, mean, read, refuse, select, values
+from tables import paired, rows_of
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    refuse(f"{error.name} is missing: pip install -r experiments/requirements.txt")
+
+GREY = "#7f7f7f"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+OTHERS = ("#009E73", "#CC79A7", "#E69F00", GREY)
+STYLES = {
+    "gspo": {"color": BLUE}, "grpo": {"color": ORANGE}, "grpo, narrow": {"color": OTHERS[0], "ls": "--"},
+    "gspo+replay": {"color": BLUE, "ls": ":"}, "grpo+replay": {"color": ORANGE, "ls": ":"},
+    "gspo, both halves": {"color": BLUE}, "gspo, clips wrong answers": {"color": BLUE, "ls": "--"},
+    "gspo, clips right answers": {"color": BLUE, "ls": ":"}, "gspo, never clips": {"color": OTHERS[1]},
+    "grpo, never clips": {"color": ORANGE},
+}  # fmt: skip
+matplotlib.rcParams.update({
+    "font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25, "legend.frameon": False, "svg.hashsalt": "tiny-gspo", "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+})  # fmt: skip
+
+
+def style(name, i):
+    return STYLES.get(name, {"color": OTHERS[i % len(OTHERS)]})
+
+
+def seeds(rows):
+    """How many seeds each setting has: "5 seeds", or "5 to 20 seeds"."""
+    columns = [column for column in ("arm", "lr", "window", "updates", "experts") if column in rows[0]]
+    counts = [len(groups(here, "seed")) for here in groups(rows, *columns).values()]
+    return f"{min(counts)} seeds" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"
+
+
+# A panel is a function of axes and rows.
+
+
+def dots(x, series, title, column="after", place=None, joined=False, **where):
+    """Panel: at each value of the columns x, of each series side by side, its seeds as dots, their mean as a dash.
+
+    joined: with a line through the means. place: where on the x-axis, on a scale, some rows are; otherwise evenly.
+    """
+
+    def draw(ax, rows):
+        rows = select(rows, **where)
+        ticks = list(groups(rows, *x))
+        names = [name for (name,) in groups(rows, series)]
+        for i, name in enumerate(names):
+            here = groups(select(rows, **{series: name}), *x)
+            shift = 0.6 / len(names) * (i - (len(names) - 1) / 2)
+            at = [place(some) if place else ticks.index(key) + shift for key, some in here.items()]
+            by_seed = [list(values(some, column).values()) for some in here.values()]
+            look = style(name, i) if joined else style(name, i) | {"ls": ""}
+            ax.plot(at, [np.mean(some) for some in by_seed], label=name, marker="_", ms=10, **look)
+            for spot, some in zip(at, by_seed):
+                ax.plot([spot] * len(some), some, ".", color=look["color"], alpha=0.35, ms=5)
+        if column == "after":
+            ax.axhline(mean(rows, "before"), color=GREY, lw=1, label="before RL")
+            ax.set(ylim=(0, 1), ylabel="held-out accuracy")
+        if not place:
+            ax.set_xticks(range(len(ticks)), ["\n".join(key).replace(", ", "\n") for key in ticks])
+        ax.set(title=f"{title}, {seeds(rows)}")
+
+    return draw
+
+
+def curves(column, title, arms=(), **axis):
+    """Panel: a column over the steps, the mean of the seeds, for each arm."""
+
+    def draw(ax, rows):
+        for i, arm in enumerate(arms or [arm for (arm,) in groups(rows, "arm")]):
+            lines = [row[f"{column}_by_step"].split() for row in select(rows, arm=arm)]
+            shortest = min(map(len, lines))
+            series = np.array([line[:shortest] for line in lines], float)
+            ax.plot(range(1, shortest + 1), np.nanmean(series, 0), label=arm, **style(arm, i))
+        ax.set(title=f"{title}, mean of {seeds(rows)}" if "seed" in rows[0] else title, xlabel="step", **axis)
+
+    return draw
+
+
+def gap(ax, x, one, other, **look):
+    """A paired difference and its interval."""
+    middle, low, high = paired(one, other)
+    ax.errorbar(x, middle, [[middle - low], [high - middle]], fmt="o", ms=4, capsize=3, **look)
+
+
+def edge_gaps(ax, rows):
+    rates = groups(rows, "lr")
+    for i, (a, b) in enumerate((("grpo, narrow", "grpo"), ("gspo", "grpo"), ("grpo+replay", "grpo"))):
+        for j, here in enumerate(rates.values()):
+            gap(ax, j + 0.2 * (i - 1), values(here, arm=a), values(here, arm=b), color=OTHERS[i], label=f"{a} − {b}")
+    ax.axhline(0, color=GREY, lw=1)
+    ax.set_xticks(range(len(rates)), [lr for (lr,) in rates])
+    ax.set(title=f"Paired differences, 95% intervals, {seeds(rows)}", xlabel="learning rate")
+
+
+def staleness_gaps(ax, rows):
+    for (_, updates), here in groups(rows, "lr", "updates").items():
+        if updates != "1":
+            spread = mean(here, "mean_log_ratio_std", arm="grpo")
+            gspo = values(here, arm="gspo")
+            grpo = values(here, arm="grpo")
+            gap(ax, spread, gspo, grpo, color=OTHERS[0])
+            ax.annotate(updates, (spread, paired(gspo, grpo)[0]), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    ax.axhline(0, color=GREY, lw=1)
+    ax.set(xscale="log", xlabel="spread of the token ratios (sd log w, grpo)", title="gspo − grpo (number: updates)")
+
+
+def tail_bars(lr):
+    """Panel: how long the tail of log w is, by what became of a token's experts."""
+
+    def draw(ax, rows):
+        rows = [row for row in select(rows, lr=lr, updates="4") if row["experts"] != "2"]
+        kinds = {"experts the same": ("same", "0"), "experts changed": ("changed", "0"), "changed, replayed": ("changed", "1")}
+        experts = groups(rows, "experts")
+        for i, (label, (tokens, replay)) in enumerate(kinds.items()):
+            heights = [mean(here, "q99", tokens=tokens, replay=replay) for here in experts.values()]
+            ax.bar([x + 0.27 * (i - 1) for x in range(len(experts))], heights, 0.25, color=OTHERS[i], label=label)
+        ax.set_xticks(range(len(experts)), [n for (n,) in experts])
+        ax.set(title=f"learning rate {lr}, {seeds(rows)}", xlabel="experts", ylabel="99th percentile of |log w|")
+
+    return draw
+
+
+def coherence(ax, rows):
+    rows = select(rows, experts="8", updates="4")
+    for i, ((lr,), here) in enumerate(groups(rows, "lr").items()):
+        bins = groups(here, "length").values()
+        x = [mean(some, "mean_length") for some in bins]
+        ax.plot(x, [mean(some, "coherence") for some in bins], "o-", color=OTHERS[i], label=f"measured, {lr}")
+    x = np.linspace(2, 60)
+    ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
+    ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
+    ax.set(xlabel="tokens in a response", ylabel="coherence", ylim=(0, 8))
+    ax.set(title=f"Is the mean over a response noise? {seeds(rows)}")
+
+
+def clipped(rows):
+    """Per cent of the tokens; where there is none, 0.001."""
+    return max(100 * mean(rows, "mean_clip_frac"), 1e-3)
+
+
+WHY = tuple(name for name in STYLES if ", " in name and name != "grpo, narrow")
+FIGURES = {  # of each sweep: the width, and the panels
+    "edge": (11, [dots(["lr"], "arm", "Where each breaks", joined=True), edge_gaps]),
+    "slow": (9, [curves("reward", "reward at 4e-4"), curves("entropy", "entropy at 4e-4")]),
+    "unit": (6.5, [dots(["tail"], "head", "The ratio's unit, and the clip's, at 8e-4", sweep="unit")]),
+    "window": (9, [
+        dots(["window"], "arm", f"learning rate {lr}", place=clipped, joined=True, lr=lr) for lr in ("2e-4", "8e-4")
+    ]),
+    "why": (12, [
+        curves("reward", "reward", WHY), curves("wrong_lost", "wrong tokens that lost e-fold", WHY),
+        curves("entropy", "entropy, nats", WHY),
+    ]),
+    "staleness": (14, [
+        *(dots(["updates"], "arm", f"learning rate {lr}", joined=True, lr=lr) for lr in ("2e-4", "4e-4", "8e-4")),
+        staleness_gaps,
+    ]),
+    "precision": (12, [dots(["middle", "last"], "head", f"learning rate {lr}", lr=lr) for lr in ("2e-4", "8e-4")]),
+    "routing": (9, [tail_bars("2e-4"), tail_bars("8e-4")]),
+    "ratio": (6.5, [coherence]),
+    "cosine": (6.5, [dots(["gradient"], "lr", "Whose correction corrects?", "cosine", experts="8")]),
+    "longer": (6.5, [dots(["lr"], "arm", "Sums of two to ten numbers")]),
+    "countdown": (9, [curves("reward", "reward"), curves("length", "length")]),
+}  # fmt: skip
+RUN = [
+    curves("reward", "reward"), curves("think_frac", "share that thinks"), curves("entropy", "entropy"),
+    curves("clip_frac", "share clipped", yscale="symlog"),
+]  # fmt: skip
+
+
+def draw(panels, rows, width, path):
+    figure = Figure((width, 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    named = {}
+    for ax, panel in zip(axes, panels):
+        panel(ax, rows)
+        named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(named.values(), named, loc="outside lower center", ncols=5 if width > 7 else 3)
+    figure.savefig(path, metadata={"Date": None})
+    print(f"written to {path}")
+
+
+def rows_of_run(folder):
+    """Each learner's CSV as one row, as a sweep keeps it."""
+    rows = []
+    for path in sorted(folder.glob("*.csv")):
+        steps = read(path)
+        if steps and "think_frac" in steps[0]:
+            series = {f"{column}_by_step": " ".join(step[column] for step in steps) for column in steps[0]}
+            rows.append(series | {"arm": path.stem})
+    return rows
+
+
+def main(names):
+    for asked in names or FIGURES:
+        if asked.removeprefix("quick-") in FIGURES:
+            width, panels = FIGURES[asked.removeprefix("quick-")]
+            draw(panels, rows_of(asked), width, Path(__file__).parent / "figures" / f"{asked}.svg")
+        elif rows := rows_of_run(Path(asked)):
+            draw(RUN, rows, 13, Path(asked) / "curves.svg")
+        else:
+            refuse(f"{asked} is neither a sweep with a figure ({', '.join(FIGURES)}) nor the folder of a run with steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
