@@ -18,6 +18,7 @@ from tables import paired, rows_of
 try:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.scale import SymmetricalLogScale
 except ModuleNotFoundError as error:
     refuse(f"{error.name} is missing: pip install -r experiments/requirements.txt")
 
@@ -52,11 +53,17 @@ def seeds(rows):
 
 # A panel is a function of axes and rows.
 
+LABELS = {
+    "lr": "learning rate", "updates": "updates per step", "window": "tokens clipped, % (0.001: none)",
+    "experts": "experts", "length": "tokens in a response", "after": "held-out accuracy", "coherence": "coherence",
+    "cosine": "cosine with a large fresh gradient", "q99": "99th percentile of |log w|",
+}  # fmt: skip
+
 
 def dots(x, series, title, column="after", place=None, joined=False, **where):
-    """Panel: at each value of the columns x, of each series side by side, its seeds as dots, their mean as a dash.
+    """Panel: at each value of x, a column or two, of each series side by side: its seeds as dots, their mean as a dash.
 
-    joined: with a line through the means. place: where on the x-axis, on a scale, some rows are; otherwise evenly.
+    joined: a line through the means instead. place: where on the x-axis some rows are; without it, evenly.
     """
 
     def draw(ax, rows):
@@ -65,19 +72,20 @@ def dots(x, series, title, column="after", place=None, joined=False, **where):
         names = [name for (name,) in groups(rows, series)]
         for i, name in enumerate(names):
             here = groups(select(rows, **{series: name}), *x)
-            shift = 0.6 / len(names) * (i - (len(names) - 1) / 2)
+            shift = (0.2 if joined else 0.6) / len(names) * (i - (len(names) - 1) / 2)
             at = [place(some) if place else ticks.index(key) + shift for key, some in here.items()]
             by_seed = [list(values(some, column).values()) for some in here.values()]
-            look = style(name, i) if joined else style(name, i) | {"ls": ""}
-            ax.plot(at, [np.mean(some) for some in by_seed], label=name, marker="_", ms=10, **look)
+            look = style(name, i) | ({} if joined else {"ls": "", "marker": "_", "ms": 12})
+            ax.plot(at, [np.mean(some) for some in by_seed], label=name, **look)
             for spot, some in zip(at, by_seed):
-                ax.plot([spot] * len(some), some, ".", color=look["color"], alpha=0.35, ms=5)
+                ax.plot([spot] * len(some), some, ".", color=look["color"], alpha=0.5, ms=5)
         if column == "after":
             ax.axhline(mean(rows, "before"), color=GREY, lw=1, label="before RL")
-            ax.set(ylim=(0, 1), ylabel="held-out accuracy")
+            ax.set_ylim(0, 1)
         if not place:
-            ax.set_xticks(range(len(ticks)), ["\n".join(key).replace(", ", "\n") for key in ticks])
-        ax.set(title=f"{title}, {seeds(rows)}")
+            names = ["\n".join(key).replace(", ", "\n") for key in ticks]
+            ax.set_xticks(range(len(ticks)), names, fontsize=7 if len(ticks) > 6 else 9)
+        ax.set(title=f"{title} ({seeds(rows)})", xlabel=LABELS.get(x[0], ""), ylabel=LABELS[column])
 
     return draw
 
@@ -91,7 +99,7 @@ def curves(column, title, arms=(), **axis):
             shortest = min(map(len, lines))
             series = np.array([line[:shortest] for line in lines], float)
             ax.plot(range(1, shortest + 1), np.nanmean(series, 0), label=arm, **style(arm, i))
-        ax.set(title=f"{title}, mean of {seeds(rows)}" if "seed" in rows[0] else title, xlabel="step", **axis)
+        ax.set(title=f"{title} (mean of {seeds(rows)})" if "seed" in rows[0] else title, xlabel="step", **axis)
 
     return draw
 
@@ -99,58 +107,37 @@ def curves(column, title, arms=(), **axis):
 def gap(ax, x, one, other, **look):
     """A paired difference and its interval."""
     middle, low, high = paired(one, other)
-    ax.errorbar(x, middle, [[middle - low], [high - middle]], fmt="o", ms=4, capsize=3, **look)
+    ax.errorbar(x, middle, [[middle - low], [high - middle]], ls="", ms=4, capsize=3, **look)
 
 
 def edge_gaps(ax, rows):
     rates = groups(rows, "lr")
     for i, (a, b) in enumerate((("grpo, narrow", "grpo"), ("gspo", "grpo"), ("grpo+replay", "grpo"))):
         for j, here in enumerate(rates.values()):
-            gap(ax, j + 0.2 * (i - 1), values(here, arm=a), values(here, arm=b), color=OTHERS[i], label=f"{a} − {b}")
+            gap(
+                ax,
+                j + 0.2 * (i - 1),
+                values(here, arm=a),
+                values(here, arm=b),
+                color=OTHERS[i],
+                marker="o",
+                label=f"{a} − {b}",
+            )
     ax.axhline(0, color=GREY, lw=1)
     ax.set_xticks(range(len(rates)), [lr for (lr,) in rates])
-    ax.set(title=f"Paired differences, 95% intervals, {seeds(rows)}", xlabel="learning rate")
+    ax.set(title=f"Paired differences, 95% intervals ({seeds(rows)})", xlabel="learning rate")
 
 
 def staleness_gaps(ax, rows):
-    for (_, updates), here in groups(rows, "lr", "updates").items():
-        if updates != "1":
-            spread = mean(here, "mean_log_ratio_std", arm="grpo")
-            gspo = values(here, arm="gspo")
-            grpo = values(here, arm="grpo")
-            gap(ax, spread, gspo, grpo, color=OTHERS[0])
-            ax.annotate(updates, (spread, paired(gspo, grpo)[0]), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    counts = ["2", "4", "8", "16"]
+    for (_, updates), here in groups([row for row in rows if row["updates"] in counts], "lr", "updates").items():
+        i = counts.index(updates)
+        look = {"color": OTHERS[i], "marker": "os^D"[i], "label": f"{updates} updates"}
+        gap(
+            ax, mean(here, "mean_log_ratio_std", arm="grpo"), values(here, arm="gspo"), values(here, arm="grpo"), **look
+        )
     ax.axhline(0, color=GREY, lw=1)
-    ax.set(xscale="log", xlabel="spread of the token ratios (sd log w, grpo)", title="gspo − grpo (number: updates)")
-
-
-def tail_bars(lr):
-    """Panel: how long the tail of log w is, by what became of a token's experts."""
-
-    def draw(ax, rows):
-        rows = [row for row in select(rows, lr=lr, updates="4") if row["experts"] != "2"]
-        kinds = {"experts the same": ("same", "0"), "experts changed": ("changed", "0"), "changed, replayed": ("changed", "1")}
-        experts = groups(rows, "experts")
-        for i, (label, (tokens, replay)) in enumerate(kinds.items()):
-            heights = [mean(here, "q99", tokens=tokens, replay=replay) for here in experts.values()]
-            ax.bar([x + 0.27 * (i - 1) for x in range(len(experts))], heights, 0.25, color=OTHERS[i], label=label)
-        ax.set_xticks(range(len(experts)), [n for (n,) in experts])
-        ax.set(title=f"learning rate {lr}, {seeds(rows)}", xlabel="experts", ylabel="99th percentile of |log w|")
-
-    return draw
-
-
-def coherence(ax, rows):
-    rows = select(rows, experts="8", updates="4")
-    for i, ((lr,), here) in enumerate(groups(rows, "lr").items()):
-        bins = groups(here, "length").values()
-        x = [mean(some, "mean_length") for some in bins]
-        ax.plot(x, [mean(some, "coherence") for some in bins], "o-", color=OTHERS[i], label=f"measured, {lr}")
-    x = np.linspace(2, 60)
-    ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
-    ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
-    ax.set(xlabel="tokens in a response", ylabel="coherence", ylim=(0, 8))
-    ax.set(title=f"Is the mean over a response noise? {seeds(rows)}")
+    ax.set(xscale="log", xlabel="spread of the token ratios (sd log w, grpo)", title=f"gspo − grpo ({seeds(rows)})")
 
 
 def clipped(rows):
@@ -158,14 +145,28 @@ def clipped(rows):
     return max(100 * mean(rows, "mean_clip_frac"), 1e-3)
 
 
+def window(lr):
+    def draw(ax, rows):
+        dots(["window"], "arm", f"learning rate {lr}", place=clipped, joined=True, lr=lr)(ax, rows)
+        ax.set(xscale="log")
+
+    return draw
+
+
+def coherence(ax, rows):
+    dots(["length"], "lr", "Is the mean over a response noise?", "coherence", lambda some: mean(some, "mean_length"),
+         joined=True, experts="8", updates="4")(ax, rows)  # fmt: skip
+    x = np.linspace(2, 60)
+    ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
+    ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
+
+
 WHY = tuple(name for name in STYLES if ", " in name and name != "grpo, narrow")
 FIGURES = {  # of each sweep: the width, and the panels
     "edge": (11, [dots(["lr"], "arm", "Where each breaks", joined=True), edge_gaps]),
     "slow": (9, [curves("reward", "reward at 4e-4"), curves("entropy", "entropy at 4e-4")]),
     "unit": (6.5, [dots(["tail"], "head", "The ratio's unit, and the clip's, at 8e-4", sweep="unit")]),
-    "window": (9, [
-        dots(["window"], "arm", f"learning rate {lr}", place=clipped, joined=True, lr=lr) for lr in ("2e-4", "8e-4")
-    ]),
+    "window": (9, [window("2e-4"), window("8e-4")]),
     "why": (12, [
         curves("reward", "reward", WHY), curves("wrong_lost", "wrong tokens that lost e-fold", WHY),
         curves("entropy", "entropy, nats", WHY),
@@ -174,8 +175,10 @@ FIGURES = {  # of each sweep: the width, and the panels
         *(dots(["updates"], "arm", f"learning rate {lr}", joined=True, lr=lr) for lr in ("2e-4", "4e-4", "8e-4")),
         staleness_gaps,
     ]),
-    "precision": (12, [dots(["middle", "last"], "head", f"learning rate {lr}", lr=lr) for lr in ("2e-4", "8e-4")]),
-    "routing": (9, [tail_bars("2e-4"), tail_bars("8e-4")]),
+    "precision": (13, [dots(["middle", "last"], "head", f"learning rate {lr}", lr=lr) for lr in ("2e-4", "8e-4")]),
+    "routing": (9, [
+        dots(["experts"], "kind", f"learning rate {lr}", "q99", updates="4", lr=lr) for lr in ("2e-4", "8e-4")
+    ]),
     "ratio": (6.5, [coherence]),
     "cosine": (6.5, [dots(["gradient"], "lr", "Whose correction corrects?", "cosine", experts="8")]),
     "longer": (6.5, [dots(["lr"], "arm", "Sums of two to ten numbers")]),
@@ -183,7 +186,7 @@ FIGURES = {  # of each sweep: the width, and the panels
 }  # fmt: skip
 RUN = [
     curves("reward", "reward"), curves("think_frac", "share that thinks"), curves("entropy", "entropy"),
-    curves("clip_frac", "share clipped", yscale="symlog"),
+    curves("clip_frac", "share clipped", yscale=SymmetricalLogScale(None, linthresh=1e-3)),
 ]  # fmt: skip
 
 
@@ -194,7 +197,7 @@ def draw(panels, rows, width, path):
     for ax, panel in zip(axes, panels):
         panel(ax, rows)
         named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(named.values(), named, loc="outside lower center", ncols=5 if width > 7 else 3)
+    figure.legend(named.values(), named, loc="outside lower center", ncols=2 if len(panels) == 1 else 5)
     figure.savefig(path, metadata={"Date": None})
     print(f"written to {path}")
 
@@ -218,7 +221,9 @@ def main(names):
         elif rows := rows_of_run(Path(asked)):
             draw(RUN, rows, 13, Path(asked) / "curves.svg")
         else:
-            refuse(f"{asked} is neither a sweep with a figure ({', '.join(FIGURES)}) nor the folder of a run with steps")
+            refuse(
+                f"{asked} is neither a sweep with a figure ({', '.join(FIGURES)}) nor the folder of a run with steps"
+            )
 
 
 if __name__ == "__main__":

@@ -120,7 +120,13 @@ PARTS = {"seeds 0 to 4": range(5), "seeds 5 to 19": range(5, 20), "all twenty": 
 
 def seeds(rows):
     lines = [["rate", "", *PARTS, "above 0"]]
-    for lr, end in (("8e-4", ""), ("1.2e-3", ""), ("8e-4", ", 8 updates"), ("4e-4", ", 16 updates"), ("8e-4", ", longer")):
+    for lr, end in (
+        ("8e-4", ""),
+        ("1.2e-3", ""),
+        ("8e-4", ", 8 updates"),
+        ("4e-4", ", 16 updates"),
+        ("8e-4", ", longer"),
+    ):
         for a, b in PAIRS:
             one = values(rows, lr=lr, arm=a + end)
             other = values(rows, lr=lr, arm=b + end)
@@ -169,7 +175,9 @@ def ranks(rows):
 
 def quantiles(**chosen):
     """Cell: two of log w's size."""
-    return lambda here, _: f"{mean(here, 'q90', **chosen):.3f}, {mean(here, 'q99', **chosen):.2f}".replace("nan, nan", "–")
+    return lambda here, _: f"{mean(here, 'q90', **chosen):.3f}, {mean(here, 'q99', **chosen):.2f}".replace(
+        "nan, nan", "–"
+    )
 
 
 def laptop(rows):
@@ -217,6 +225,13 @@ def staleness_rows(sweep):
     return sorted(rows, key=lambda row: (float(row["lr"]), int(row["updates"])))
 
 
+def routing_rows(sweep):
+    """By rate; `kind` says what became of the tokens' experts, and which were used when they were scored."""
+    kinds = {"same0": "same experts", "same1": "same, replayed", "changed0": "changed", "changed1": "changed, replayed"}
+    rows = [row | {"kind": kinds[row["tokens"] + row["replay"]]} for row in sweep("routing")]
+    return sorted(rows, key=lambda row: float(row["lr"]))
+
+
 def laptop_rows(sweep):
     """Of the evaluation, and of the first step and the last."""
     rows = sweep("laptop-gpu/eval")
@@ -230,9 +245,10 @@ JOINED = {  # tables of several files' rows
     "efficiency": efficiency_rows,
     "unit": lambda sweep: sweep("unit") + select(sweep("edge"), lr="8e-4"),
     "staleness": staleness_rows,
-    "routing": lambda sweep: sorted(sweep("routing"), key=lambda row: float(row["lr"])),
+    "routing": routing_rows,
     "laptop": laptop_rows,
 }
+
 
 def numbers(form, headings, **chosen):
     return [(heading, number(column, form, **chosen)) for column, heading in headings.items()]
