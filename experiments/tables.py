@@ -9,12 +9,9 @@ the truth in 85% of cases, and at the edge of stability it misled us (`seeds`).
 """
 
 import sys
-from itertools import product
 
 import numpy as np
 from rows import PROBES, accuracy, groups, load, mean, refuse, select, values
-
-NEVER = 1e9  # half a window that nothing leaves, as in run.py
 
 
 def spread(by_seed):
@@ -42,121 +39,198 @@ def rank_correlation(x, y):
     return np.corrcoef(*ranks)[0, 1]
 
 
+# Rows, with what their tables and figures tell them apart by
+
+
 def readable(row):
     """With the rate as it is typed, the window as text, and the arm's name in parts: head, tail; head, middle, last."""
     if "lr" in row:
         row = row | {"lr": f"{float(row['lr']):.1e}".replace(".0e", "e").replace("e-0", "e-")}
-    if "low" in row:
-        low, high = ("never" if float(row[half]) == NEVER else f"{float(row[half]):g}" for half in ("low", "high"))
-        row = row | {"window": f"−{low} +{high}"}
+    if "low" in row:  # run.py writes 1e9 for half a window that nothing leaves
+        row = row | {"window": f"−{float(row['low']):g} +{float(row['high']):g}".replace("1e+09", "never")}
     head, _, tail = row.get("arm", row.get("gradient", "")).partition(", ")
     middle, _, last = tail.partition(", ")
     return row | {"head": head, "tail": tail, "middle": middle, "last": last}
 
 
-# A table is a list of lines, the first of which is its head. A cell is a function: of a line's rows, and of all rows.
+def efficiency(sweep):
+    """At the rate that was best for each objective on the seeds of choice."""
+    found = []
+    for arm in ("gspo", "grpo"):
+        rates = groups(select(sweep("choose"), arm=f"{arm}, rate"), "lr")
+        (best,) = max(rates, key=lambda lr: mean(rates[lr], "after"))
+        found += select(sweep("edge"), arm=arm, lr=best)
+    return found
+
+
+def staleness(sweep):
+    """By rate and updates. At other rates, `edge` has the runs with four updates."""
+    rows = sweep("staleness")
+    rates = groups(rows, "lr")
+    rows += [row for row in sweep("edge") if row["arm"] in ("gspo", "grpo") and (row["lr"],) not in rates]
+    rows = [row | {"arm": row["head"], "updates": row["tail"].removesuffix(" updates") or "4"} for row in rows]
+    return sorted(rows, key=lambda row: (float(row["lr"]), int(row["updates"])))
+
+
+def routing(sweep):
+    """By rate; `kind`: whether a token's experts changed, and whether those of the sampler were replayed."""
+    rows = [row | {"kind": row["tokens"] + ("" if row["replay"] == "0" else ", replayed")} for row in sweep("routing")]
+    return sorted(rows, key=lambda row: float(row["lr"]))
+
+
+def laptop(sweep):
+    rows = []
+    for learner in ("gspo", "grpo"):
+        row = {"learner": learner}
+        for stage in ("before", "after"):
+            results = select(sweep("laptop-gpu/eval"), learner=learner, stage=stage)
+            row |= {f"{stage} {way}": f"{accuracy(results, way):.3f}" for way in ("sampled", "greedy")}
+        first, *_, last = sweep(f"laptop-gpu/{learner}")
+        row["thinks"] = " → ".join(f"{float(step['think_frac']):.0%}" for step in (first, last))
+        row["tokens"] = " → ".join(f"{float(step['length']):.0f}" for step in (first, last))
+        rows.append(row)
+    return rows
+
+
+GOALS = {  # of the ratio, or of what is measured
+    "default_run": "130 s", "sample_natural": "3", "peak_memory": "at most 0.5", "rl_step_natural": "6",
+    "laptop_step": "3", "warm_start": "2", "second_core": "1.6",
+    "moe_e64_over_e8": "at most 1.5", "flop_bound": "at most 2",
+}  # fmt: skip
+
+
+def bench(sweep):
+    rows = []
+    for row in sweep("bench"):
+        ratio = "{ratio_median} ({ratio_min} to {ratio_max})".format(**row) if row["ratio_median"] else ""
+        rows.append(row | {"name": f"`{row['part']}`", "ratio": ratio, "goal": GOALS.get(row["part"], "")})
+    return rows
+
+
+ROWS = {  # where they are not those of one file, as they are there
+    "efficiency": efficiency,
+    "unit": lambda sweep: sweep("unit") + select(sweep("edge"), lr="8e-4"),
+    "staleness": staleness,
+    "routing": routing,
+    "laptop": laptop,
+    "bench": bench,
+}
+
+
+def rows_of(asked):
+    """The rows that the tables and the figure of a sweep show; of quick-NAME, the quick ones. Else ends the program."""
+    name = asked.removeprefix("quick-")
+    if name not in TABLES or (name != asked and name in (*PROBES, "laptop", "bench")):
+        refuse(f"there is no sweep {asked}, only {', '.join(TABLES)}, and quick-NAME of those that run.py makes")
+
+    def sweep(file):
+        return [readable(row) | {"sweep": file} for row in load(asked.removesuffix(name) + file)]
+
+    return ROWS[name](sweep) if name in ROWS else sweep(name)
+
+
+# A table is a function of rows: it returns lines, the first of which is the head.
 
 
 def table(by, *cells, **where):
-    """A function of rows: a line for each group of those that have the values `where`.
-
-    by: {column that tells the groups apart: heading}; cells: (heading, cell).
-    """
+    """A line for each group of the rows that have the values `where`. by: {what tells the groups apart: heading}."""
 
     def make(rows):
         rows = select(rows, **where)
         lines = [[*by.values(), *(heading for heading, _ in cells)]]
         for key, here in groups(rows, *by).items():
-            lines.append([*key, *(cell(here, rows) for _, cell in cells)])
+            lines.append([*key, *(text(here, rows) for _, text in cells)])
         return lines
 
     return make
 
 
-def number(column, form, **chosen):
-    """Cell: the mean of a column, over those of the rows that have these values."""
-    return lambda here, _: f"{mean(here, column, **chosen):{form}}"
+def cell(heading, column="after", form="", minus=None, **chosen):
+    """(heading, function of a line's rows): of those with the values `chosen`, the mean of a column, in this form.
+
+    Without a form: mean and extremes over the seeds, or, with `minus`, the difference from the rows of that arm.
+    """
+
+    def text(here, _):
+        if form:
+            return f"{mean(here, column, **chosen):{form}}"
+        by_seed = values(here, column, **chosen)
+        return difference(by_seed, values(here, column, arm=minus)) if minus else spread(by_seed)
+
+    return heading, text
 
 
-def seeds_of(column="after", **chosen):
-    """Cell: the mean over the seeds, and the extremes."""
-    return lambda here, _: spread(values(here, column, **chosen))
+def against(heading, tail, column="after", **chosen):
+    """As `cell`: minus the arm of the same head with this tail, at the same rate. Empty for itself, and if none is."""
 
-
-def gap(a, b, column="after"):
-    """Cell: arm a minus arm b."""
-    return lambda here, _: difference(values(here, column, arm=a), values(here, column, arm=b))
-
-
-def against(tail, column="after", **chosen):
-    """Cell: minus the arm of the same head with this tail, at the same rate; empty for itself, and where none is."""
-
-    def cell(here, everything):
+    def text(here, everything):
         here = select(here, **chosen)
         same = groups(here, "head", "lr")
         base = [row for row in select(everything, tail=tail) if (row["head"], row["lr"]) in same]
         return difference(values(here, column), values(base, column)) if base and base != here else ""
 
-    return cell
+    return heading, text
+
+
+def gap(a, b):
+    return cell(f"{a} − {b}", arm=a, minus=b)
 
 
 def race(by, columns):
-    """A function of rows: a line for GSPO, for GRPO, and for their difference. columns: {column: heading}."""
+    """A line for GSPO, for GRPO, and for their difference. columns: {column: heading}."""
 
     def make(rows):
-        lines = table(by, *((heading, seeds_of(column)) for column, heading in columns.items()))(rows)
-        gaps = [gap("gspo", "grpo", column)(rows, rows) for column in columns]
+        lines = table(by, *(cell(heading, column) for column, heading in columns.items()))(rows)
+        gaps = [difference(values(rows, column, arm="gspo"), values(rows, column, arm="grpo")) for column in columns]
         return [*lines, ["gspo − grpo", *[""] * (len(by) - 1), *gaps]]
 
     return make
 
 
 PAIRS = (
-    ("gspo", "grpo"), ("gspo, rounded otherwise", "grpo"), ("gspo, rounded otherwise", "gspo"), ("grpo, narrow", "grpo"),
-    ("grpo, narrow", "gspo"), ("grpo+replay", "grpo"), ("gspo+replay", "gspo"),
+    ("gspo", "grpo"), ("gspo, rounded otherwise", "grpo"), ("gspo, rounded otherwise", "gspo"),
+    ("grpo, narrow", "grpo"), ("grpo, narrow", "gspo"), ("grpo+replay", "grpo"), ("gspo+replay", "gspo"),
 )  # fmt: skip
 PARTS = {"seeds 0 to 4": range(5), "seeds 5 to 19": range(5, 20), "all twenty": range(20)}
 
 
 def seeds(rows):
     lines = [["rate", "", *PARTS, "above 0"]]
-    for lr, end in (
-        ("8e-4", ""),
-        ("1.2e-3", ""),
-        ("8e-4", ", 8 updates"),
-        ("4e-4", ", 16 updates"),
-        ("8e-4", ", longer"),
-    ):
+    for setting in ("8e-4", "1.2e-3", "8e-4, 8 updates", "4e-4, 16 updates", "8e-4, longer"):
+        lr, comma, name = setting.partition(", ")
         for a, b in PAIRS:
-            one = values(rows, lr=lr, arm=a + end)
-            other = values(rows, lr=lr, arm=b + end)
+            one = values(rows, lr=lr, arm=a + comma + name)
+            other = values(rows, lr=lr, arm=b + comma + name)
             if one and other:
                 parts = [{seed: x for seed, x in one.items() if seed in part} for part in PARTS.values()]
                 ahead = sum(one[seed] > other[seed] for seed in one.keys() & other.keys())
-                gaps = [difference(part, other) for part in parts]
-                lines.append([lr, f"{a}{end} − {b}{end}", *gaps, f"{ahead} of {len(one)}"])
+                cells = [*(difference(part, other) for part in parts), f"{ahead} of {len(one)}"]
+                lines.append([lr, f"{a}{comma}{name} − {b}{comma}{name}", *cells])
     return lines
 
 
 UNITS = ("sequence", "token", "no")  # of the ratio, and of the clip
 ROUNDED = ", the same gradient rounded otherwise"
-CONTROLS = (("sequence", "gspo", ROUNDED), ("token", "grpo, narrow", ROUNDED), ("sequence", "grpo", ""))
 
 
 def unit_gaps(rows):
     arm = "{} ratio, {} clip".format
-    pairs = []
-    for x, clip in product(("token", "no"), UNITS):
-        pairs.append((f"sequence − {arm(x, clip)}", arm("sequence", clip), arm(x, clip)))
-    for x, clip in product(UNITS, ("sequence", "token")):
-        pairs.append((f"{arm(x, clip)} − no clip", arm(x, clip), arm(x, "no")))
-    for x, other, note in CONTROLS:
-        pairs.append((f"control: {arm(x, x)} − {other}{note}", arm(x, x), other))
-    return [["difference", "accuracy"], *([label, gap(a, b)(rows, rows)] for label, a, b in pairs)]
+    pairs = {}
+    for other in ("token", "no"):
+        for clip in UNITS:
+            pairs[f"sequence − {arm(other, clip)}"] = (arm("sequence", clip), arm(other, clip))
+    for ratio in UNITS:
+        for clip in ("sequence", "token"):
+            pairs[f"{arm(ratio, clip)} − no clip"] = (arm(ratio, clip), arm(ratio, "no"))
+    for x, other, note in (("sequence", "gspo", ROUNDED), ("token", "grpo, narrow", ROUNDED), ("sequence", "grpo", "")):
+        pairs[f"control: {arm(x, x)} − {other}{note}"] = (arm(x, x), other)
+    lines = [[label, difference(values(rows, arm=a), values(rows, arm=b))] for label, (a, b) in pairs.items()]
+    return [["difference", "accuracy"], *lines]
 
 
 CANDIDATES = {  # what may tell the regimes apart: whose rows, which column
-    "updates per step": ("gspo", "updates"), "learning rate": ("grpo", "lr"), "sd log w": ("grpo", "mean_log_ratio_std"),
+    "updates per step": ("gspo", "updates"), "learning rate": ("grpo", "lr"),
+    "sd log w": ("grpo", "mean_log_ratio_std"),
     "tokens of wrong responses that lost e-fold": ("grpo", "mean_wrong_lost"),
     "drift of wrong responses": ("grpo", "mean_wrong_drift"), "gradient norm": ("grpo", "mean_grad_norm"),
     "clipped, gspo": ("gspo", "mean_clip_frac"), "accuracy after, grpo": ("grpo", "after"),
@@ -173,187 +247,113 @@ def ranks(rows):
     return [head, *([name, f"{found[name]:+.2f}"] for name in sorted(found, key=lambda name: -abs(found[name])))]
 
 
-def quantiles(**chosen):
-    """Cell: two of log w's size."""
-    return lambda here, _: f"{mean(here, 'q90', **chosen):.3f}, {mean(here, 'q99', **chosen):.2f}".replace(
-        "nan, nan", "–"
-    )
+def quantiles(heading, kind):
+    """As `cell`: two quantiles of log w's size."""
+    q90 = cell("", "q90", ".3f", kind=kind)[1]
+    q99 = cell("", "q99", ".2f", kind=kind)[1]
+    return heading, lambda *rows: f"{q90(*rows)}, {q99(*rows)}".replace("nan, nan", "–")
 
 
-def laptop(rows):
-    lines = [["", "before: sampled", "greedy", "after: sampled", "greedy", "thinks", "tokens"]]
-    for (learner,), here in groups(rows, "learner").items():
-        stages = [select(here, stage=stage) for stage in ("before", "after")]
-        cells = [f"{accuracy(stage, way):.3f}" for stage in stages for way in ("sampled", "greedy")]
-        for column, form in (("think_frac", ".0%"), ("length", ".0f")):
-            cells.append(" → ".join(f"{float(step[column]):{form}}" for step in select(here, stage="step")))
-        lines.append([learner, *cells])
-    return lines
+def sampler(head):
+    clipped = cell("clipped", "mean_clip_frac", ".2%", head=head)
+    return [cell(head, head=head), against("against float32", "float32, sampler", head=head), clipped]
 
 
-GOALS = {  # of the ratio, or of what is measured
-    "default_run": "130 s", "sample_natural": "3", "peak_memory": "at most 0.5", "rl_step_natural": "6",
-    "laptop_step": "3", "warm_start": "2", "second_core": "1.6",
-    "moe_e64_over_e8": "at most 1.5", "flop_bound": "at most 2",
-}  # fmt: skip
-
-
-def bench(rows):
-    lines = [["part", "ours", "peer", "unit", "ratio: median (lowest to highest)", "goal"]]
-    for row in rows:
-        ratio = "{ratio_median} ({ratio_min} to {ratio_max})".format(**row) if row["ratio_median"] else ""
-        lines.append([f"`{row['part']}`", row["ours"], row["peer"], row["unit"], ratio, GOALS.get(row["part"], "")])
-    return lines
-
-
-def efficiency_rows(sweep):
-    """At the rate that was best for each objective on the seeds of choice."""
-    found = []
-    for arm in ("gspo", "grpo"):
-        rates = groups(select(sweep("choose"), arm=f"{arm}, rate"), "lr")
-        (best,) = max(rates, key=lambda lr: mean(rates[lr], "after"))
-        found += select(sweep("edge"), arm=arm, lr=best)
-    return found
-
-
-def staleness_rows(sweep):
-    """By rate and updates. At other rates, `edge` has the runs with four updates."""
-    rows = sweep("staleness")
-    rates = groups(rows, "lr")
-    rows += [row for row in sweep("edge") if row["arm"] in ("gspo", "grpo") and (row["lr"],) not in rates]
-    rows = [row | {"arm": row["head"], "updates": row["tail"].removesuffix(" updates") or "4"} for row in rows]
-    return sorted(rows, key=lambda row: (float(row["lr"]), int(row["updates"])))
-
-
-def routing_rows(sweep):
-    """By rate; `kind` says what became of the tokens' experts, and which were used when they were scored."""
-    kinds = {"same0": "same experts", "same1": "same, replayed", "changed0": "changed", "changed1": "changed, replayed"}
-    rows = [row | {"kind": kinds[row["tokens"] + row["replay"]]} for row in sweep("routing")]
-    return sorted(rows, key=lambda row: float(row["lr"]))
-
-
-def laptop_rows(sweep):
-    """Of the evaluation, and of the first step and the last."""
-    rows = sweep("laptop-gpu/eval")
-    for learner in ("gspo", "grpo"):
-        first, *_, last = sweep(f"laptop-gpu/{learner}")
-        rows += [step | {"learner": learner, "stage": "step"} for step in (first, last)]
-    return rows
-
-
-JOINED = {  # tables of several files' rows
-    "efficiency": efficiency_rows,
-    "unit": lambda sweep: sweep("unit") + select(sweep("edge"), lr="8e-4"),
-    "staleness": staleness_rows,
-    "routing": routing_rows,
-    "laptop": laptop_rows,
-}
-
-
-def numbers(form, headings, **chosen):
-    return [(heading, number(column, form, **chosen)) for column, heading in headings.items()]
-
-
-def rounded_sampler(head):
-    against_exact = ("against float32", against("float32, sampler", head=head))
-    return [(head, seeds_of(head=head)), against_exact, ("clipped", number("mean_clip_frac", ".2%", head=head))]
-
-
-AFTER = ("accuracy after", seeds_of())
-GAP = ("gspo − grpo", gap("gspo", "grpo"))
+AFTER = cell("accuracy after")
 RATE = {"lr": "learning rate"}
+WINDOW = {"arm": "at 8e-4", "window": "window"}
 COUNTS = ("1", "2", "4")
 ARMS = ("gspo", "grpo", "grpo, narrow", "gspo+replay", "grpo+replay")
-OF_ARMS = [(arm, seeds_of(arm=arm)) for arm in ARMS]
-EDGE_PAIRS = (PAIRS[0], PAIRS[3], ("gspo", "grpo, narrow"), *PAIRS[5:])
-WHY = {"mean_wrong_drift": "drift, wrong", "mean_right_drift": "drift, right", "mean_wrong_lost": "lost, wrong"}
+OF_ARMS = [cell(arm, arm=arm) for arm in ARMS]
 
 TABLES = {
     "choose": [
-        table({"arm": "at 8e-4", "window": "window"}, AFTER, tail=""),
-        table({"head": "default windows"}, *((lr, seeds_of(lr=lr)) for lr in ("1e-4", "2e-4", "4e-4")), tail="rate"),
+        table(WINDOW, AFTER, tail=""),
+        table({"head": "default windows"}, *(cell(lr, lr=lr) for lr in ("1e-4", "2e-4", "4e-4")), tail="rate"),
     ],
     "edge": [
         table(RATE, *OF_ARMS),
-        table(RATE, *((f"{a} − {b}", gap(a, b)) for a, b in EDGE_PAIRS)),
-        table(RATE, *((f"clipped, {arm}", number("mean_clip_frac", ".1%", arm=arm)) for arm in ARMS[:3]),
-              *((f"thinks, {arm}", number("late_think_frac", ".1%", arm=arm)) for arm in ARMS[:3])),
+        table(RATE, gap("gspo", "grpo"), gap("grpo, narrow", "grpo"), gap("gspo", "grpo, narrow"),
+              gap("grpo+replay", "grpo"), gap("gspo+replay", "gspo")),
+        table(RATE, *(cell(f"clipped, {arm}", "mean_clip_frac", ".1%", arm=arm) for arm in ARMS[:3]),
+              *(cell(f"thinks, {arm}", "late_think_frac", ".1%", arm=arm) for arm in ARMS[:3])),
     ],
     "efficiency": [race({"arm": "", "lr": "its best rate"}, {
         "mean_reward": "reward, mean of 36 steps", "after": "accuracy after", "mean_seconds": "seconds per step"})],
     "slow": [race({"arm": "180 steps at 4e-4"}, {"after": "accuracy after", "late_reward": "reward, last 10 steps"})],
     "seeds": [seeds],
-    "unit": [table({"head": ""}, *((f"{x} clip", seeds_of(tail=f"{x} clip")) for x in UNITS), sweep="unit"), unit_gaps],
+    "unit": [table({"head": ""}, *(cell(f"{x} clip", tail=f"{x} clip") for x in UNITS), sweep="unit"), unit_gaps],
     "window": [
-        table({"arm": f"at {lr}", "window": "window"}, ("tokens clipped", number("mean_clip_frac", ".2%")), AFTER, lr=lr)
+        table(WINDOW | {"arm": f"at {lr}"}, cell("tokens clipped", "mean_clip_frac", ".2%"), AFTER, lr=lr)
         for lr in ("8e-4", "2e-4")
     ],
-    "why": [table({"arm": ""}, AFTER, ("against both halves", against("both halves")),
-                  *numbers(".4f", WHY | {"mean_clip_frac": "clipped"}))],
+    "why": [table(
+        {"arm": ""}, AFTER, against("against both halves", "both halves"),
+        cell("drift, wrong", "mean_wrong_drift", ".4f"), cell("drift, right", "mean_right_drift", ".4f"),
+        cell("lost, wrong", "mean_wrong_lost", ".4f"), cell("clipped", "mean_clip_frac", ".4f"),
+    )],
     "staleness": [
-        table({"lr": "rate", "updates": "updates"}, ("seeds", lambda here, _: str(len(groups(here, "seed")))),
-              *OF_ARMS[:2], GAP, ("sd log w, grpo", number("mean_log_ratio_std", ".3f", arm="grpo")),
-              ("lost, grpo", number("mean_wrong_lost", ".2%", arm="grpo")),
-              ("clipped, gspo", number("mean_clip_frac", ".1%", arm="gspo"))),
+        table(
+            {"lr": "rate", "updates": "updates"}, ("seeds", lambda here, _: str(len(groups(here, "seed")))),
+            *OF_ARMS[:2], gap("gspo", "grpo"), cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
+            cell("lost, grpo", "mean_wrong_lost", ".2%", arm="grpo"),
+            cell("clipped, gspo", "mean_clip_frac", ".1%", arm="gspo"),
+        ),
         ranks,
     ],
     "precision": [
-        table({"middle": f"sampler, at {lr}", "last": "old log-probs"},
-              *rounded_sampler("gspo"), *rounded_sampler("grpo"), lr=lr)
+        table({"middle": f"sampler, at {lr}", "last": "old log-probs"}, *sampler("gspo"), *sampler("grpo"), lr=lr)
         for lr in ("2e-4", "8e-4")
     ],
-    "longer": [
-        table({"lr": "rate"}, ("tokens at the end", number("late_length", ".0f", arm="grpo")),
-              *numbers(".3f", {"mean_log_ratio_std": "sd log w, grpo", "before": "before"}, arm="grpo"), *OF_ARMS[:3], GAP)
-    ],
-    "countdown": [
-        table({"arm": ""}, ("before", seeds_of("before")), ("after", seeds_of()),
-              ("gain", lambda here, _: difference(values(here), values(here, "before"))),
-              *numbers(".3f", {"late_think_frac": "thinks, at the end"}), *numbers(".0f", {"late_length": "tokens"}))
-    ],
+    "longer": [table(
+        {"lr": "rate"}, cell("tokens at the end", "late_length", ".0f", arm="grpo"),
+        cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"), cell("before", "before", ".3f", arm="grpo"),
+        *OF_ARMS[:3], gap("gspo", "grpo"),
+    )],
+    "countdown": [table(
+        {"arm": ""}, cell("before", "before"), cell("after"),
+        ("gain", lambda here, _: difference(values(here), values(here, "before"))),
+        cell("thinks, at the end", "late_think_frac", ".3f"), cell("tokens", "late_length", ".0f"),
+    )],
     "routing": [
-        table({"lr": "rate", "experts": "experts"}, *(
-            (f"{what} changed after {n}", number(f"{what}_changed", ".2%", updates=n, replay="0"))
-            for what in ("choices", "tokens") for n in COUNTS)),
-        table({"lr": "after 4 updates, rate", "experts": "experts"},
-              ("same experts: q90, q99 of log w's size", quantiles(tokens="same", replay="0")),
-              ("same, replayed", quantiles(tokens="same", replay="1")),
-              ("changed: q90, q99", quantiles(tokens="changed", replay="0")),
-              ("changed, replayed", quantiles(tokens="changed", replay="1")), updates="4"),
+        table(
+            {"lr": "rate", "experts": "experts"},
+            *(cell(f"choices changed after {n}", "choices_changed", ".2%", updates=n, replay="0") for n in COUNTS),
+            *(cell(f"tokens changed after {n}", "tokens_changed", ".2%", updates=n, replay="0") for n in COUNTS),
+        ),
+        table(
+            {"lr": "after 4 updates, rate", "experts": "experts"},
+            quantiles("same experts: q90, q99 of log w's size", "same"), quantiles("same, replayed", "same, replayed"),
+            quantiles("changed: q90, q99", "changed"), quantiles("changed, replayed", "changed, replayed"), updates="4",
+        ),
     ],
-    "ratio": [
-        table({"lr": "rate", "length": "length"}, *numbers(".3g", {
-            "mean_length": "mean", "sd_log_w": "sd log w after 4 updates", "sd_log_s": "sd log s"}, updates="4"),
-            *((f"coherence after {n}", number("coherence", ".2f", updates=n)) for n in COUNTS), experts="8")
-    ],
-    "cosine": [table(RATE | {"gradient": "gradient"}, ("cosine with the fresh one", seeds_of("cosine")),
-                     ("against no ratio", against("no ratio", "cosine")), experts="8")],
-    "laptop": [laptop],
-    "bench": [bench],
+    "ratio": [table(
+        {"lr": "rate", "length": "length"},
+        cell("mean", "mean_length", ".3g", updates="4"), cell("sd log w after 4 updates", "sd_log_w", ".3g", updates="4"),
+        cell("sd log s", "sd_log_s", ".3g", updates="4"),
+        *(cell(f"coherence after {n}", "coherence", ".2f", updates=n) for n in COUNTS), experts="8",
+    )],
+    "cosine": [table(
+        RATE | {"gradient": "gradient"}, cell("cosine with the fresh one", "cosine"),
+        against("against no ratio", "no ratio", "cosine"), experts="8",
+    )],
+    "laptop": [table({
+        "learner": "", "before sampled": "before: sampled", "before greedy": "greedy",
+        "after sampled": "after: sampled", "after greedy": "greedy", "thinks": "thinks", "tokens": "tokens"})],
+    "bench": [table({
+        "name": "part", "ours": "ours", "peer": "peer", "unit": "unit", "ratio": "ratio: median (lowest to highest)",
+        "goal": "goal"})],
 }  # fmt: skip
-
-
-def rows_of(asked):
-    """The rows that the tables and the figure of a sweep show; of quick-NAME, the quick ones. Else ends the program."""
-    name = asked.removeprefix("quick-")
-    if name not in TABLES or (name != asked and name in (*PROBES, "laptop", "bench")):
-        refuse(f"there is no sweep {asked}, only {', '.join(TABLES)}, and quick-NAME of those that run.py makes")
-    prefix = asked.removesuffix(name)
-
-    def sweep(file):
-        return [readable(row) | {"sweep": file} for row in load(prefix + file)]
-
-    return JOINED[name](sweep) if name in JOINED else sweep(name)
-
-
-def markdown(lines):
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
 
 
 def tables(asked):
     """The tables of a sweep, as text."""
+    found = []
     rows = rows_of(asked)
-    return [markdown(make(rows)) for make in TABLES[asked.removeprefix("quick-")]]
+    for make in TABLES[asked.removeprefix("quick-")]:
+        head, *lines = make(rows)
+        found.append("\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)))
+    return found
 
 
 if __name__ == "__main__":
