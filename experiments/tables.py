@@ -9,6 +9,7 @@ the truth in 85% of cases, and at the edge of stability it misled us (`seeds`).
 """
 
 import sys
+from functools import partial
 
 import numpy as np
 from rows import PROBES, accuracy, groups, load, mean, refuse, select, values
@@ -129,62 +130,45 @@ def rows_of(asked):
     return ROWS[name](sweep) if name in ROWS else sweep(name)
 
 
-# A table is a function of rows: it returns lines, the first of which is the head.
+def table(by, cells, rows, minus=False, **where):
+    """A list of lines, first the head: a line for each group of the rows with the values `where`.
 
-
-def table(by, *cells, **where):
-    """A line for each group of the rows that have the values `where`. by: {what tells the groups apart: heading}."""
-
-    def make(rows):
-        rows = select(rows, **where)
-        lines = [[*by.values(), *(heading for heading, _ in cells)]]
-        for key, here in groups(rows, *by).items():
-            lines.append([*key, *(text(here, rows) for _, text in cells)])
-        return lines
-
-    return make
-
-
-def cell(heading, column="after", form="", minus=None, **chosen):
-    """(heading, function of a line's rows): of those with the values `chosen`, the mean of a column, in this form.
-
-    Without a form: mean and extremes over the seeds, or, with `minus`, the difference from the rows of that arm.
+    by: {column that tells the groups apart: heading}. minus: with one more line, for GSPO minus GRPO.
     """
+    rows = select(rows, **where)
+    lines = [[*by.values(), *(heading for heading, _ in cells)]]
+    for key, here in groups(rows, *by).items():
+        lines.append([*key, *(what(here) if callable(what) else text(here, rows, **what) for _, what in cells)])
+    if minus:
+        gaps = [text(rows, rows, **what | {"arm": "gspo", "minus": "grpo"}) for _, what in cells]
+        lines.append(["gspo − grpo", *[""] * (len(by) - 1), *gaps])
+    return lines
 
-    def text(here, _):
-        if form:
-            return f"{mean(here, column, **chosen):{form}}"
-        by_seed = values(here, column, **chosen)
-        return difference(by_seed, values(here, column, arm=minus)) if minus else spread(by_seed)
 
-    return heading, text
-
-
-def against(heading, tail, column="after", **chosen):
-    """As `cell`: minus the arm of the same head with this tail, at the same rate. Empty for itself, and if none is."""
-
-    def text(here, everything):
-        here = select(here, **chosen)
-        same = groups(here, "head", "lr")
-        base = [row for row in select(everything, tail=tail) if (row["head"], row["lr"]) in same]
-        return difference(values(here, column), values(base, column)) if base and base != here else ""
-
-    return heading, text
+def cell(heading, column="after", form="", **more):
+    return heading, {"column": column, "form": form, **more}
 
 
 def gap(a, b):
     return cell(f"{a} − {b}", arm=a, minus=b)
 
 
-def race(by, columns):
-    """A line for GSPO, for GRPO, and for their difference. columns: {column: heading}."""
+def text(here, rows, column, form, minus="", against="", **chosen):
+    """Of those rows of a line that have the values `chosen`: the mean of a column, in this form.
 
-    def make(rows):
-        lines = table(by, *(cell(heading, column) for column, heading in columns.items()))(rows)
-        gaps = [difference(values(rows, column, arm="gspo"), values(rows, column, arm="grpo")) for column in columns]
-        return [*lines, ["gspo − grpo", *[""] * (len(by) - 1), *gaps]]
-
-    return make
+    Without a form: mean and extremes over the seeds; or the difference from the arm `minus`; or that from the arm whose
+    name has the same head and the tail `against`, at the same rate, empty where that is itself or nowhere.
+    """
+    part = select(here, **chosen)
+    if form:
+        return f"{mean(part, column):{form}}"
+    if minus:
+        return difference(values(part, column), values(here, column, arm=minus))
+    if against:
+        same = groups(part, "head", "lr")
+        base = [row for row in select(rows, tail=against) if (row["head"], row["lr"]) in same]
+        return difference(values(part, column), values(base, column)) if base and base != part else ""
+    return spread(values(part, column))
 
 
 PAIRS = (
@@ -247,102 +231,96 @@ def ranks(rows):
     return [head, *([name, f"{found[name]:+.2f}"] for name in sorted(found, key=lambda name: -abs(found[name])))]
 
 
-def quantiles(heading, kind):
-    """As `cell`: two quantiles of log w's size."""
-    q90 = cell("", "q90", ".3f", kind=kind)[1]
-    q99 = cell("", "q99", ".2f", kind=kind)[1]
-    return heading, lambda *rows: f"{q90(*rows)}, {q99(*rows)}".replace("nan, nan", "–")
+def quantiles(kind):
+    """A cell: two of log w's size."""
+    return lambda rows: f"{mean(rows, 'q90', kind=kind):.3f}, {mean(rows, 'q99', kind=kind):.2f}".replace(
+        "nan, nan", "–"
+    )
 
 
 def sampler(head):
-    clipped = cell("clipped", "mean_clip_frac", ".2%", head=head)
-    return [cell(head, head=head), against("against float32", "float32, sampler", head=head), clipped]
+    exact = cell("against float32", against="float32, sampler", head=head)
+    return [cell(head, head=head), exact, cell("clipped", "mean_clip_frac", ".2%", head=head)]
 
 
-AFTER = cell("accuracy after")
 RATE = {"lr": "learning rate"}
 WINDOW = {"arm": "at 8e-4", "window": "window"}
+AFTER = cell("accuracy after")
 COUNTS = ("1", "2", "4")
 ARMS = ("gspo", "grpo", "grpo, narrow", "gspo+replay", "grpo+replay")
 OF_ARMS = [cell(arm, arm=arm) for arm in ARMS]
 
 TABLES = {
     "choose": [
-        table(WINDOW, AFTER, tail=""),
-        table({"head": "default windows"}, *(cell(lr, lr=lr) for lr in ("1e-4", "2e-4", "4e-4")), tail="rate"),
+        partial(table, WINDOW, [AFTER], tail=""),
+        partial(table, {"head": "default windows"}, [cell(lr, lr=lr) for lr in ("1e-4", "2e-4", "4e-4")], tail="rate"),
     ],
     "edge": [
-        table(RATE, *OF_ARMS),
-        table(RATE, gap("gspo", "grpo"), gap("grpo, narrow", "grpo"), gap("gspo", "grpo, narrow"),
-              gap("grpo+replay", "grpo"), gap("gspo+replay", "gspo")),
-        table(RATE, *(cell(f"clipped, {arm}", "mean_clip_frac", ".1%", arm=arm) for arm in ARMS[:3]),
-              *(cell(f"thinks, {arm}", "late_think_frac", ".1%", arm=arm) for arm in ARMS[:3])),
+        partial(table, RATE, OF_ARMS),
+        partial(table, RATE, [gap("gspo", "grpo"), gap("grpo, narrow", "grpo"), gap("gspo", "grpo, narrow"),
+                              gap("grpo+replay", "grpo"), gap("gspo+replay", "gspo")]),
+        partial(table, RATE, [cell(f"clipped, {arm}", "mean_clip_frac", ".1%", arm=arm) for arm in ARMS[:3]]
+                + [cell(f"thinks, {arm}", "late_think_frac", ".1%", arm=arm) for arm in ARMS[:3]]),
     ],
-    "efficiency": [race({"arm": "", "lr": "its best rate"}, {
-        "mean_reward": "reward, mean of 36 steps", "after": "accuracy after", "mean_seconds": "seconds per step"})],
-    "slow": [race({"arm": "180 steps at 4e-4"}, {"after": "accuracy after", "late_reward": "reward, last 10 steps"})],
+    "efficiency": [partial(table, {"arm": "", "lr": "its best rate"}, [
+        cell("reward, mean of 36 steps", "mean_reward"), AFTER, cell("seconds per step", "mean_seconds")], minus=True)],
+    "slow": [partial(
+        table, {"arm": "180 steps at 4e-4"}, [AFTER, cell("reward, last 10 steps", "late_reward")], minus=True)],
     "seeds": [seeds],
-    "unit": [table({"head": ""}, *(cell(f"{x} clip", tail=f"{x} clip") for x in UNITS), sweep="unit"), unit_gaps],
+    "unit": [
+        partial(table, {"head": ""}, [cell(f"{clip} clip", tail=f"{clip} clip") for clip in UNITS], sweep="unit"),
+        unit_gaps,
+    ],
     "window": [
-        table(WINDOW | {"arm": f"at {lr}"}, cell("tokens clipped", "mean_clip_frac", ".2%"), AFTER, lr=lr)
+        partial(table, WINDOW | {"arm": f"at {lr}"}, [cell("tokens clipped", "mean_clip_frac", ".2%"), AFTER], lr=lr)
         for lr in ("8e-4", "2e-4")
     ],
-    "why": [table(
-        {"arm": ""}, AFTER, against("against both halves", "both halves"),
-        cell("drift, wrong", "mean_wrong_drift", ".4f"), cell("drift, right", "mean_right_drift", ".4f"),
-        cell("lost, wrong", "mean_wrong_lost", ".4f"), cell("clipped", "mean_clip_frac", ".4f"),
-    )],
+    "why": [partial(table, {"arm": ""}, [
+        AFTER, cell("against both halves", against="both halves"), cell("drift, wrong", "mean_wrong_drift", ".4f"),
+        cell("drift, right", "mean_right_drift", ".4f"), cell("lost, wrong", "mean_wrong_lost", ".4f"),
+        cell("clipped", "mean_clip_frac", ".4f")])],
     "staleness": [
-        table(
-            {"lr": "rate", "updates": "updates"}, ("seeds", lambda here, _: str(len(groups(here, "seed")))),
-            *OF_ARMS[:2], gap("gspo", "grpo"), cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
+        partial(table, {"lr": "rate", "updates": "updates"}, [
+            ("seeds", lambda rows: str(len(groups(rows, "seed")))), *OF_ARMS[:2], gap("gspo", "grpo"),
+            cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
             cell("lost, grpo", "mean_wrong_lost", ".2%", arm="grpo"),
-            cell("clipped, gspo", "mean_clip_frac", ".1%", arm="gspo"),
-        ),
+            cell("clipped, gspo", "mean_clip_frac", ".1%", arm="gspo")]),
         ranks,
     ],
     "precision": [
-        table({"middle": f"sampler, at {lr}", "last": "old log-probs"}, *sampler("gspo"), *sampler("grpo"), lr=lr)
+        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, [*sampler("gspo"), *sampler("grpo")], lr=lr)
         for lr in ("2e-4", "8e-4")
     ],
-    "longer": [table(
-        {"lr": "rate"}, cell("tokens at the end", "late_length", ".0f", arm="grpo"),
-        cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"), cell("before", "before", ".3f", arm="grpo"),
-        *OF_ARMS[:3], gap("gspo", "grpo"),
-    )],
-    "countdown": [table(
-        {"arm": ""}, cell("before", "before"), cell("after"),
-        ("gain", lambda here, _: difference(values(here), values(here, "before"))),
-        cell("thinks, at the end", "late_think_frac", ".3f"), cell("tokens", "late_length", ".0f"),
-    )],
+    "longer": [partial(table, {"lr": "rate"}, [
+        cell("tokens at the end", "late_length", ".0f", arm="grpo"),
+        cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
+        cell("before", "before", ".3f", arm="grpo"), *OF_ARMS[:3], gap("gspo", "grpo")])],
+    "countdown": [partial(table, {"arm": ""}, [
+        cell("before", "before"), cell("after"), ("gain", lambda rows: difference(values(rows), values(rows, "before"))),
+        cell("thinks, at the end", "late_think_frac", ".3f"), cell("tokens", "late_length", ".0f")])],
     "routing": [
-        table(
-            {"lr": "rate", "experts": "experts"},
-            *(cell(f"choices changed after {n}", "choices_changed", ".2%", updates=n, replay="0") for n in COUNTS),
-            *(cell(f"tokens changed after {n}", "tokens_changed", ".2%", updates=n, replay="0") for n in COUNTS),
-        ),
-        table(
-            {"lr": "after 4 updates, rate", "experts": "experts"},
-            quantiles("same experts: q90, q99 of log w's size", "same"), quantiles("same, replayed", "same, replayed"),
-            quantiles("changed: q90, q99", "changed"), quantiles("changed, replayed", "changed, replayed"), updates="4",
-        ),
+        partial(table, {"lr": "rate", "experts": "experts"}, [
+            cell(f"{what} changed after {n}", f"{what}_changed", ".2%", updates=n, replay="0")
+            for what in ("choices", "tokens") for n in COUNTS]),
+        partial(table, {"lr": "after 4 updates, rate", "experts": "experts"}, [
+            ("same experts: q90, q99 of log w's size", quantiles("same")), ("same, replayed", quantiles("same, replayed")),
+            ("changed: q90, q99", quantiles("changed")), ("changed, replayed", quantiles("changed, replayed"))],
+            updates="4"),
     ],
-    "ratio": [table(
-        {"lr": "rate", "length": "length"},
-        cell("mean", "mean_length", ".3g", updates="4"), cell("sd log w after 4 updates", "sd_log_w", ".3g", updates="4"),
+    "ratio": [partial(table, {"lr": "rate", "length": "length"}, [
+        cell("mean", "mean_length", ".3g", updates="4"),
+        cell("sd log w after 4 updates", "sd_log_w", ".3g", updates="4"),
         cell("sd log s", "sd_log_s", ".3g", updates="4"),
-        *(cell(f"coherence after {n}", "coherence", ".2f", updates=n) for n in COUNTS), experts="8",
-    )],
-    "cosine": [table(
-        RATE | {"gradient": "gradient"}, cell("cosine with the fresh one", "cosine"),
-        against("against no ratio", "no ratio", "cosine"), experts="8",
-    )],
-    "laptop": [table({
+        *(cell(f"coherence after {n}", "coherence", ".2f", updates=n) for n in COUNTS)], experts="8")],
+    "cosine": [partial(table, RATE | {"gradient": "gradient"}, [
+        cell("cosine with the fresh one", "cosine"), cell("against no ratio", "cosine", against="no ratio")],
+        experts="8")],
+    "laptop": [partial(table, {
         "learner": "", "before sampled": "before: sampled", "before greedy": "greedy",
-        "after sampled": "after: sampled", "after greedy": "greedy", "thinks": "thinks", "tokens": "tokens"})],
-    "bench": [table({
+        "after sampled": "after: sampled", "after greedy": "greedy", "thinks": "thinks", "tokens": "tokens"}, [])],
+    "bench": [partial(table, {
         "name": "part", "ours": "ours", "peer": "peer", "unit": "unit", "ratio": "ratio: median (lowest to highest)",
-        "goal": "goal"})],
+        "goal": "goal"}, [])],
 }  # fmt: skip
 
 
