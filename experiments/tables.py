@@ -74,12 +74,13 @@ def staleness(sweep):
 
 
 def routing(sweep):
-    """By rate; `kind`: whether a token's experts changed, and whether those of the sampler were replayed."""
+    """By rate. kind: whether a token's experts changed, and whether those of the sampler were replayed."""
     rows = [row | {"kind": row["tokens"] + ("" if row["replay"] == "0" else ", replayed")} for row in sweep("routing")]
     return sorted(rows, key=lambda row: float(row["lr"]))
 
 
 def laptop(sweep):
+    """One row for each learner."""
     rows = []
     for learner in ("gspo", "grpo"):
         row = {"learner": learner}
@@ -146,6 +147,7 @@ def table(by, cells, rows, minus=False, **where):
 
 
 def cell(heading, column="after", form="", **more):
+    """(heading, what `text` takes)."""
     return heading, {"column": column, "form": form, **more}
 
 
@@ -232,10 +234,12 @@ def ranks(rows):
 
 
 def quantiles(kind):
-    """A cell: two of log w's size."""
-    return lambda rows: f"{mean(rows, 'q90', kind=kind):.3f}, {mean(rows, 'q99', kind=kind):.2f}".replace(
-        "nan, nan", "–"
-    )
+    """What fills a cell: two of log w's size; "–" where there are none."""
+
+    def two(rows):
+        return f"{mean(rows, 'q90', kind=kind):.3f}, {mean(rows, 'q99', kind=kind):.2f}".replace("nan, nan", "–")
+
+    return two
 
 
 def sampler(head):
@@ -288,7 +292,7 @@ TABLES = {
         ranks,
     ],
     "precision": [
-        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, [*sampler("gspo"), *sampler("grpo")], lr=lr)
+        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, sampler("gspo") + sampler("grpo"), lr=lr)
         for lr in ("2e-4", "8e-4")
     ],
     "longer": [partial(table, {"lr": "rate"}, [
@@ -296,16 +300,17 @@ TABLES = {
         cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
         cell("before", "before", ".3f", arm="grpo"), *OF_ARMS[:3], gap("gspo", "grpo")])],
     "countdown": [partial(table, {"arm": ""}, [
-        cell("before", "before"), cell("after"), ("gain", lambda rows: difference(values(rows), values(rows, "before"))),
+        cell("before", "before"), cell("after"),
+        ("gain", lambda rows: difference(values(rows), values(rows, "before"))),
         cell("thinks, at the end", "late_think_frac", ".3f"), cell("tokens", "late_length", ".0f")])],
     "routing": [
         partial(table, {"lr": "rate", "experts": "experts"}, [
             cell(f"{what} changed after {n}", f"{what}_changed", ".2%", updates=n, replay="0")
             for what in ("choices", "tokens") for n in COUNTS]),
         partial(table, {"lr": "after 4 updates, rate", "experts": "experts"}, [
-            ("same experts: q90, q99 of log w's size", quantiles("same")), ("same, replayed", quantiles("same, replayed")),
-            ("changed: q90, q99", quantiles("changed")), ("changed, replayed", quantiles("changed, replayed"))],
-            updates="4"),
+            ("same experts: q90, q99 of log w's size", quantiles("same")),
+            ("same, replayed", quantiles("same, replayed")), ("changed: q90, q99", quantiles("changed")),
+            ("changed, replayed", quantiles("changed, replayed"))], updates="4"),
     ],
     "ratio": [partial(table, {"lr": "rate", "length": "length"}, [
         cell("mean", "mean_length", ".3g", updates="4"),
