@@ -85,15 +85,14 @@ def dots(x, series, title, ax, rows, column="after", place=None, scale="linear",
 
 
 def curves(column, title, ax, rows, looks=LOOKS, **axis):
-    """A column over the steps, the mean of the seeds, for each arm."""
+    """A column over the steps, the mean of the seeds, for each arm, or for those that `looks` names."""
     for i, ((arm,), here) in enumerate(groups(rows, "arm").items()):
         if arm in looks or looks is LOOKS:
             lines = [row[f"{column}_by_step"].split() for row in here]
             shortest = min(map(len, lines))
             series = np.array([line[:shortest] for line in lines], float)
-            ax.plot(
-                range(1, shortest + 1), np.nanmean(series, 0), label=arm, **looks.get(arm, {"color": OTHERS[i % 4]})
-            )
+            look = looks.get(arm, {"color": OTHERS[i % 4]})
+            ax.plot(range(1, shortest + 1), np.nanmean(series, 0), label=arm, **look)
     ax.set(title=f"{title} (mean of {seeds(rows)})" if "seed" in rows[0] else title, xlabel="step", **axis)
 
 
@@ -151,7 +150,8 @@ FIGURES = {  # of each sweep: the width, and the panels
         partial(curves, "entropy", "entropy, nats", looks=WHY),
     ]),
     "staleness": (14, [
-        *(partial(dots, ["updates"], "arm", f"learning rate {lr}", joined=True, lr=lr) for lr in ("2e-4", "4e-4", "8e-4")),
+        *(partial(dots, ["updates"], "arm", f"learning rate {lr}", joined=True, lr=lr)
+          for lr in ("2e-4", "4e-4", "8e-4")),
         staleness_gaps,
     ]),
     "precision": (13, [
@@ -195,8 +195,8 @@ def rows_of_run(folder):
     return rows
 
 
-if __name__ == "__main__":
-    for asked in sys.argv[1:] or FIGURES:
+def main(names):
+    for asked in names or FIGURES:
         if asked.removeprefix("quick-") in FIGURES:
             path = Path(__file__).parent / "figures" / f"{asked}.svg"
             draw(*FIGURES[asked.removeprefix("quick-")], rows_of(asked), path)
@@ -204,3 +204,7 @@ if __name__ == "__main__":
             draw(13, OF_A_RUN, rows, Path(asked) / "curves.svg")
         else:
             refuse(f"{asked} is neither a sweep with a figure ({', '.join(FIGURES)}) nor a folder with a run's steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -252,6 +252,7 @@ WINDOW = {"arm": "at 8e-4", "window": "window"}
 AFTER = cell("accuracy after")
 COUNTS = ("1", "2", "4")
 ARMS = ("gspo", "grpo", "grpo, narrow", "gspo+replay", "grpo+replay")
+SAMPLERS = sampler("gspo") + sampler("grpo")
 OF_ARMS = [cell(arm, arm=arm) for arm in ARMS]
 
 TABLES = {
@@ -292,7 +293,7 @@ TABLES = {
         ranks,
     ],
     "precision": [
-        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, sampler("gspo") + sampler("grpo"), lr=lr)
+        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, SAMPLERS, lr=lr)
         for lr in ("2e-4", "8e-4")
     ],
     "longer": [partial(table, {"lr": "rate"}, [
