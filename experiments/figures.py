@@ -78,10 +78,12 @@ def dots(x, series, title, ax, rows, column="after", place=None, scale="linear",
     if column == "after":
         ax.axhline(mean(rows, "before"), color=GREY, lw=1, label="before RL")
         ax.set_ylim(0, 1)
-    if not place:
+    if place:
+        ax.set_xscale(scale)
+    else:
         texts = ["\n".join(key).replace(", ", "\n") for key in ticks]
         ax.set_xticks(range(len(ticks)), texts, fontsize=7 if len(ticks) > 6 else 9)
-    ax.set(title=f"{title} ({seeds(rows)})", xlabel=LABELS.get(x[0], ""), ylabel=LABELS[column], xscale=scale)
+    ax.set(title=f"{title} ({seeds(rows)})", xlabel=LABELS.get(x[0], ""), ylabel=LABELS[column])
 
 
 def curves(column, title, ax, rows, looks=LOOKS, **axis):

@@ -75,7 +75,8 @@ def staleness(sweep):
 
 def routing(sweep):
     """By rate. kind: whether a token's experts changed, and whether those of the sampler were replayed."""
-    rows = [row | {"kind": row["tokens"] + ("" if row["replay"] == "0" else ", replayed")} for row in sweep("routing")]
+    kinds = {"0": "experts {tokens}", "1": "{tokens}, replayed"}
+    rows = [row | {"kind": kinds[row["replay"]].format(**row)} for row in sweep("routing")]
     return sorted(rows, key=lambda row: float(row["lr"]))
 
 
@@ -309,8 +310,8 @@ TABLES = {
             cell(f"{what} changed after {n}", f"{what}_changed", ".2%", updates=n, replay="0")
             for what in ("choices", "tokens") for n in COUNTS]),
         partial(table, {"lr": "after 4 updates, rate", "experts": "experts"}, [
-            ("same experts: q90, q99 of log w's size", quantiles("same")),
-            ("same, replayed", quantiles("same, replayed")), ("changed: q90, q99", quantiles("changed")),
+            ("same experts: q90, q99 of log w's size", quantiles("experts same")),
+            ("same, replayed", quantiles("same, replayed")), ("changed: q90, q99", quantiles("experts changed")),
             ("changed, replayed", quantiles("changed, replayed"))], updates="4"),
     ],
     "ratio": [partial(table, {"lr": "rate", "length": "length"}, [
