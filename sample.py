@@ -218,7 +218,7 @@ def row_noise(seed, rows, count):
 
 
 def main(argv):
-    from harness import Parser, UserError, pick_device  # here, so that all above can be copied without them
+    from harness import Parser, UserError, pick_device, printable  # here, so that all above can be copied without them
     from model import load_model
     from rewards import TASKS, extract_answer, read_problem, reward
 
@@ -255,21 +255,22 @@ def main(argv):
             problem = read_problem(metadata["task"], question)
         except ValueError as error:
             problem = None
-            print(f"sample.py: warning: {error}; answered unchecked", file=sys.stderr)
+            print(printable(f"sample.py: warning: {error}; answered unchecked"), file=sys.stderr)
         if problem and (len(problem.numbers) > max_terms or max(problem.numbers) > largest):
             trained_on = f"at most {max_terms} terms up to {largest}"
-            print(f"sample.py: warning: {question!r} is beyond what was trained on: {trained_on}", file=sys.stderr)
+            warning = f"sample.py: warning: {question!r} is beyond what was trained on: {trained_on}"
+            print(printable(warning), file=sys.stderr)
         try:
             texts = generate(model, [problem.prompt if problem else question], **options).texts()
         except ValueError as error:
             raise UserError(str(error)) from error
-        print(question)
+        print(printable(question))
         for text in texts:
             verdict = ""
             if problem:
                 verdict = "correct" if reward(problem, [text]) == [1.0] else f"wrong, {problem.answer} is right"
                 verdict = f"   [answer: {extract_answer(text)}; {verdict}]"
-            print(f"  {text}{verdict}", flush=True)
+            print(f"  {printable(text + verdict)}", flush=True)
     if not asked:
         raise UserError("no question: give one as an argument, or one a line on standard input")
 
