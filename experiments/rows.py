@@ -38,6 +38,11 @@ def write(path, rows, digits=5):
     os.replace(aside, path)
 
 
+def append(path, row):
+    """Add a row to a file, new or not."""
+    write(path, [*read(path), row])
+
+
 def load(name):
     """The rows of a sweep, or, by `quick-NAME`, of a quick one. Ends the program where there are none."""
     rows = read(RESULTS / f"{name}.csv")
@@ -100,11 +105,15 @@ def accuracy(rows, way):
     return right / sum(int(row["problems"]) for row in counted)
 
 
+def environment(threads):
+    """Of a process that is to use so many threads."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
 def child(script, *words, expected=(0,)):
     """Run a script of ours in a process of one thread: (exit status, what it printed). Raises SystemExit on others."""
     command = [sys.executable, str(script), *map(str, words)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(1), capture_output=True, text=True)
     if done.returncode not in expected:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
     return done.returncode, done.stdout

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The sweeps' own arithmetic, and that what is written down of them is what the rows say."""
 
-import csv
 import json
 import re
 import sys
@@ -12,14 +11,18 @@ import pytest
 import torch
 from cases import TINY, random_batch, window
 
+import harness
 import train
 from grpo import grpo_loss
 from gspo import gspo_loss
 
 ROOT = Path(train.__file__).parent
 sys.path.insert(0, str(ROOT / "experiments"))
-import plot  # noqa: E402
+import rows  # noqa: E402
 import run  # noqa: E402
+import tables  # noqa: E402
+
+# What the sweeps change
 
 
 def gradient(weight, clip, batch, low, high):
@@ -47,6 +50,16 @@ def test_no_ratio_and_no_clip_is_the_plain_policy_gradient():
     torch.testing.assert_close(gradient("no", "no", batch, 0.2, 0.27), want)
 
 
+def test_drifts_by_hand():
+    """Right: moves 0.5 and -1.5 of two tokens, one of which lost e-fold. Wrong: one token, -2. No advantage: none."""
+    new = torch.tensor([[-0.5, -2.5], [-3.0, -9.0], [-7.0, -7.0]])
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    moved = run.drifts(new, torch.tensor([[-1.0]]).expand(3, 2), torch.tensor([1.0, -1.0, 0.0]), mask)
+    assert {name: float(value) for name, value in moved.items()} == {
+        "right_drift": -0.5, "right_lost": 0.5, "wrong_drift": -2, "wrong_lost": 1,
+    }  # fmt: skip
+
+
 def test_rounding_to_bits():
     model = torch.nn.Linear(8, 4)
     rounded = run.rounded(model, 8)
@@ -55,55 +68,123 @@ def test_rounding_to_bits():
     assert ((rounded.weight - model.weight).abs() <= step / 2 + 1e-6).all()
 
 
-def test_one_run_of_a_sweep(tmp_path, monkeypatch):
-    """With one sign of the advantage, from a warm start that is there; the loss of train.py itself is put back."""
-    monkeypatch.setattr(train, "LOSSES", dict(train.LOSSES))
-    for name in ("UPDATE_METRICS", "evaluate", "respond"):
-        monkeypatch.setattr(train, name, getattr(train, name))
-    setting = run.arm("x", "gspo", 1e-3, (0.1, 0.1), steps=4, weight="token", clip="no", bits=8)
-    run.run_one(
-        setting | {"seed": 0}, tmp_path, tmp_path / "none", flags=[w for w in TINY if w not in ("--lr", "1e-3")]
-    )
-    with open(tmp_path / "gspo.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 4 and {*run.DRIFTS, "clip_frac"} < {*rows[0]}
-    assert float(rows[0]["ratio_min"]) != 1  # a rounded sampler is not quite the trainer
+def test_words_that_do_not_matter_leave_the_problems_as_they_are():
+    plain, wordy = run.Settings(), run.Settings(filler=4)
+    for seed in range(5):
+        problem = plain.random_problem(harness.rng(seed))
+        longer = wordy.random_problem(harness.rng(seed))
+        assert longer.prompt == problem.prompt and longer.answer == problem.answer
+        steps = problem.steps.split()
+        assert [word for word in longer.steps.split() if word not in run.FILLER] == steps
+        assert len(longer.steps.split()) == 5 * len(steps)
 
 
-def test_sweeps_name_each_setting_once():
-    for settings in run.SWEEPS.values():
-        works = [run.work(setting | {"variant": run.variant(setting), "seed": 0}) for setting in settings]
-        assert len(set(works)) == len(works) and json.loads(json.dumps(settings))
+# One run
+
+
+def tiny(**more):
+    """The settings of a run of seconds, for `run_one` and `warm_one`, which choose folder and learners themselves."""
+    values = vars(harness.parse_settings(run.Settings, TINY, "")[0]) | more
+    return {name: value for name, value in values.items() if name not in ("out", "device", "save_every", "learners")}
+
+
+def test_one_run_of_a_sweep(tmp_path, capsys):
+    """A warm start, then a run with a sampler of 8 bits on right answers alone."""
+    run.warm_one(tiny(), tmp_path / "warm")
+    values = tiny(weight="token", clip="no", bits=8, sign=1)
+    (tmp_path / "run").mkdir()
+    run.run_one("gspo", values, tmp_path / "warm" / "warm.pt", tmp_path / "run")
+    before, done = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] in "[{")
+    assert train.accuracy(before, "sampled") > 0 and not done["broke"] and len(done["evaluation"]) == 1
+    history = done["history"]
+    assert len(history) == 4 and {*run.DRIFTS, "clip_frac"} < {*history[0]}
+    assert history[0]["ratio_min"] != 1  # a rounded sampler is not quite the trainer
+
+
+def test_a_run_that_breaks_counts_as_nothing_from_there(tmp_path, monkeypatch):
+    """In a row: three steps of reward 1, then nan; the steps that it did not reach count as 0, and so does accuracy."""
+    folder = run.warm_folder({"seed": 7})
+    record = dict.fromkeys((*run.MEANS, *run.SERIES), 1.0)
+    printed = json.dumps({"history": [record] * 3, "evaluation": [], "broke": True})
+    monkeypatch.setattr(run, "child", lambda *words: (0, printed))
+    monkeypatch.setattr(run, "fingerprint", lambda path: "abcd")
+    monkeypatch.setattr(run, "SCRATCH", tmp_path)
+    folder = run.warm_folder({"seed": 7})
+    folder.mkdir()
+    evaluation = [{"terms": 3, "sampled": 0.5, "greedy": 0.5, "problems": 4}]
+    (folder / "before.json").write_text(json.dumps(evaluation), encoding="utf-8")
+    chosen = run.arm("x", "gspo", lr=1e-3)
+    row = run.measure(chosen, 7, "c0ffee", known=[])
+    assert row["mean_reward"] == 3 / 36 and row["best_six"] == 3 / 6 and row["accuracy"] == 0 and row["before"] == 0.5
+    assert (row["commit"], row["start"], row["seed"], row["settings"]) == ("c0ffee", "abcd", "7", "--lr 0.001")
+    again = run.measure(chosen | {"arm": "y"}, 7, "later", known=[{k: str(v) for k, v in row.items()}])
+    assert again["arm"] == "y" and again["commit"] == "c0ffee"  # the same work is not run twice
+
+
+def test_sweeps_name_each_setting_once(monkeypatch):
+    monkeypatch.setattr(run, "best", lambda regime, objective: {"lr": 3e-4, f"{objective}_clip": [0.5, 0.5]})
+    for name, arms in ((name, make()) for name, make in run.SWEEPS.items()):
+        works = {(arm["learner"], run.as_text(arm["settings"])) for arm in arms}
+        assert len(works) == len({arm["arm"] for arm in arms}) == len(arms), name
+
+
+def test_the_best_is_that_of_the_highest_mean_reward(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    with pytest.raises(harness.UserError, match="nothing is chosen yet for coarse"):
+        run.best("coarse", "gspo")
+    found = []
+    for i, arm in enumerate(run.candidates("coarse", "gspo")):
+        found += [
+            {"arm": arm["arm"], "seed": seed, "mean_reward": 0.9 if i == 2 else 0.5 + 0.01 * i} for seed in range(5)
+        ]
+    rows.write(tmp_path / "choices.csv", found)
+    assert run.best("coarse", "gspo") == {"lr": 2e-4, "gspo_clip": [0.03, 0.04]}
+
+
+# Rows and tables
+
+
+def test_rows_are_appended(tmp_path):
+    rows.append(tmp_path / "x.csv", {"a": 0.1234567, "b": "x, y"})
+    rows.append(tmp_path / "x.csv", {"a": 2, "b": ""})
+    assert rows.read(tmp_path / "x.csv") == [{"a": "0.12346", "b": "x, y"}, {"a": "2", "b": ""}]
 
 
 def test_paired_differences():
     a, b = {0: 0.5, 1: 0.75, 2: 1.0, 3: 9.0}, {0: 0.25, 1: 0.5, 2: 0.75}
-    assert plot.paired(a, b) == (0.25, 0.25, 0.25)  # seed 3 has no partner
-    mean, low, high = plot.paired({0: 0.0, 1: 1.0}, {0: 0.0, 1: 0.0})
+    assert tables.paired(a, b) == (0.25, 0.25, 0.25)  # seed 3 has no partner
+    mean, low, high = tables.paired({0: 0.0, 1: 1.0}, {0: 0.0, 1: 0.0})
     assert (mean, low, high) == (0.5, 0, 1)
 
 
 def test_an_interval_of_five_seeds_is_too_narrow():
     """It holds the truth in 85% of cases, as is written: differences drawn from a normal distribution of mean 0."""
     draws, none = np.random.default_rng(0).normal(size=(400, 5)), dict.fromkeys(range(5), 0.0)
-    intervals = [plot.paired(dict(enumerate(differences)), none)[1:] for differences in draws]
+    intervals = [tables.paired(dict(enumerate(differences)), none)[1:] for differences in draws]
     assert np.mean([low <= 0 <= high for low, high in intervals]) == pytest.approx(0.85, abs=0.03)
 
 
 def test_rank_correlation_shares_the_ranks_of_ties():
-    assert plot.rank_correlation([1, 2, 3, 9], [1, 4, 9, 81]) == pytest.approx(1)
+    assert tables.rank_correlation([1, 2, 3, 9], [1, 4, 9, 81]) == pytest.approx(1)
     # ranks 1.5 1.5 3.5 3.5 and 1 2 3 4: the sum of products is 4, the roots of 4 and 5 divide it
-    assert plot.rank_correlation([5, 5, 7, 7], [1, 2, 3, 4]) == pytest.approx(4 / 20**0.5)
-    assert plot.rank_correlation([7, 5, 7, 5], [1, 1, 2, 2]) == pytest.approx(0)
+    assert tables.rank_correlation([5, 5, 7, 7], [1, 2, 3, 4]) == pytest.approx(4 / 20**0.5)
+    assert tables.rank_correlation([7, 5, 7, 5], [1, 1, 2, 2]) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("name", ["nothing", "quick-laptop", "quick-edge"])
+def test_tables_of_what_is_not_there(name, capsys):
+    with pytest.raises(SystemExit):
+        tables.tables(name)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_what_is_written_is_what_the_rows_say():
-    """Every table of the sweeps in experiments/README.md is printed by plot.py, and every figure it shows is there."""
+    """Every table of the sweeps in experiments/README.md is printed by tables.py, and every figure it shows is there."""
     text = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
-    swept = [name for name in plot.TABLES if name in text and f"plot.py {name}" in text]
+    swept = [name for name in tables.TABLES if f"tables.py {name}" in text]
     assert swept
     for name in swept:
-        for table in plot.TABLES[name]():
-            assert table in text, f"python experiments/plot.py {name} prints another table"
+        for table in tables.tables(name):
+            assert table in text, f"python experiments/tables.py {name} prints another table"
     for path in re.findall(r"\]\((figures/[^)]+)\)", text):
         assert (ROOT / "experiments" / path).stat().st_size > 1000

@@ -61,7 +61,7 @@ def checkpoint_file(tmp_path_factory):
     model = Transformer(ModelConfig(width=16, heads=2, expert_width=16))
     path = tmp_path_factory.mktemp("with blank") / "m.pt"
     tokens = list(sample.SPECIAL_TOKENS)
-    torch.save(checkpoint(model, task="chain-sum", special_tokens=tokens, most_numbers=6, largest=9), path)
+    torch.save(checkpoint(model, task="chain-sum", special_tokens=tokens, max_terms=6, largest=9), path)
     return path
 
 
@@ -125,15 +125,17 @@ def test_in_a_notebook(tmp_path, monkeypatch):
 
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Stream())
-    harness.run_program(train.main, [*TINY, "--warm-steps", "2", "--rl-steps", "1", "--out", str(tmp_path)])
+    argv = [*TINY, "--warm-steps", "2", "--rl-steps", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    harness.run_program(train.main)
     assert (tmp_path / "eval.csv").exists()
 
 
 def test_commands_to_paste_survive_blanks(tmp_path, capsys):
     folder = tmp_path / "my runs"
     train.main([*TINY, "--warm-steps", "2", "--rl-steps", "1", "--out", str(folder)])
-    assert f"next: python sample.py --checkpoint '{folder}/gspo.pt' 9-1-4+7" in capsys.readouterr().out.splitlines()
-    assert harness.command("train.py", "--resume", folder) == f"python train.py --resume '{folder}'"
+    assert f"next: python sample.py '--checkpoint={folder}/gspo.pt' 9-1-4+7" in capsys.readouterr().out.splitlines()
+    assert harness.command("train.py", resume=folder) == f"python train.py '--resume={folder}'"
 
 
 # Files, devices, threads
@@ -160,8 +162,8 @@ def test_a_file_held_for_a_moment_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_devices_that_several_processes_cannot_share_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in harness.TORCHRUN:
+        monkeypatch.setenv(name, "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device, message in [
         ("mps", "Apple GPU: add --device cpu"),
@@ -177,8 +179,11 @@ def test_low_precision_is_chosen_or_refused_by_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for native, dtype in [(True, "bfloat16"), (False, "float32")]:  # older cards only emulate it
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
-        assert train.parse_settings(["--preset", "laptop-gpu"])[0].dtype == dtype
-        assert train.parse_settings(["--preset", "laptop-gpu", "--device", "cpu"])[0].dtype == "float32"
+        assert harness.parse_settings(train.Settings, ["--preset", "laptop-gpu"], "")[0].dtype == dtype
+        assert (
+            harness.parse_settings(train.Settings, ["--preset", "laptop-gpu", "--device", "cpu"], "")[0].dtype
+            == "float32"
+        )
     monkeypatch.setattr(harness, "pick_device", lambda name: torch.device("mps"))
     for flag in ("--dtype", "--sampler-dtype"):
         with pytest.raises(harness.UserError, match="Apple GPU"):

@@ -14,6 +14,9 @@ import harness
 import train
 
 ROOT = Path(train.__file__).parent
+sys.path.insert(0, str(ROOT / "experiments"))
+import tables  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"^(?:python|torchrun [^ ]+) train\.py.*$", README, re.M)))
 
@@ -25,7 +28,7 @@ def test_every_command_is_one_that_train_takes(line, monkeypatch):
     if "--help" in words:
         return
     monkeypatch.setattr(harness, "read_settings", lambda folder: {"lr": 1e-3})
-    train.parse_settings(words)
+    harness.parse_settings(train.Settings, words, "")
 
 
 def test_there_are_commands():
@@ -50,7 +53,7 @@ def test_the_diff_is_the_real_one():
 
 
 def test_every_column_is_explained(tmp_path):
-    harness.run_program(train.main, [*TINY, "--warm-steps", "2", "--rl-steps", "1", "--out", str(tmp_path)])
+    train.main([*TINY, "--warm-steps", "2", "--rl-steps", "1", "--out", str(tmp_path)])
     columns = (tmp_path / "gspo.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
     shown = {"step", "accuracy", *train.LOG_COLUMNS, "clip_frac_low", "clip_frac_high"}
     for column in set(columns) - shown:
@@ -67,15 +70,9 @@ def test_line_counts():
 
 
 def test_what_we_found_is_what_the_rows_say():
-    """Each number with its interval in the README stands in a table that plot.py prints."""
-    sys.path.insert(0, str(ROOT / "experiments"))
-    import plot
-
+    """Each number with its interval in the README stands in a table that tables.py prints."""
     found = README[README.index("## What we found") : README.index("## The files")]
-    measured = [
-        name for name in plot.TABLES if (plot.HERE / "results" / f"{name}.csv").exists() or name == "efficiency"
-    ]
-    printed = "\n".join(table for name in measured for table in plot.TABLES[name]())
+    printed = "\n".join(table for name in tables.TABLES for table in tables.tables(name))
     numbers = re.findall(r"[+−-]?\d\.\d{3}(?: \[[^\]]+\])?", found)
     assert len(numbers) >= 5
     for number in numbers:

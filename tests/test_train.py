@@ -19,6 +19,7 @@ import torch
 from cases import TINY, fake_gpu, results
 
 import harness
+import imitate
 import sample
 import train
 from model import ModelConfig, Transformer, checkpoint, load_model, token_logprobs
@@ -29,16 +30,20 @@ ROOT = Path(train.__file__).parent
 
 def run(monkeypatch, *argv):
     """train.py in this process. Returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
     try:
-        harness.run_program(train.main, [*map(str, argv)])
+        harness.run_program(train.main)
     except SystemExit as exit:
         return exit.code
     return 0
 
 
 def settings(*argv):
-    return train.parse_settings([*TINY, *argv])[0]
+    return parsed(*TINY, *argv)
+
+
+def parsed(*argv):
+    return harness.parse_settings(train.Settings, argv, "")[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +70,8 @@ def test_what_a_run_leaves(finished):
         )
         wanted += "grad_norm expert_change zero_std_groups load_imbalance"
         assert set(wanted.split()) < set(rows[0])
-        model, about = load_model(finished / f"{name}.pt")
-        assert about["task"] == "chain-sum" and about["learner"] == name and model.config.width == 16
+        model, metadata = load_model(finished / f"{name}.pt")
+        assert metadata["task"] == "chain-sum" and metadata["learner"] == name and model.config.width == 16
     rows = left["eval.csv"]
     assert [*rows[0]] == ["learner", "stage", "terms", "sampled", "greedy", "problems"]
     assert {(r["learner"], r["stage"]) for r in rows} == {(a, b) for a in ("gspo", "grpo") for b in ("before", "after")}
@@ -95,7 +100,7 @@ def test_learners_in_threads_do_what_they_do_one_after_the_other(tmp_path, monke
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert run(monkeypatch, *TINY, "--warm-chunk", 60, "--out", tmp_path / str(threads)) == 0
+            assert run(monkeypatch, *TINY, "--micro-tokens", 60, "--out", tmp_path / str(threads)) == 0
     finally:
         torch.set_num_threads(1)
     one, two = results(tmp_path / "1"), results(tmp_path / "2")
@@ -111,7 +116,7 @@ def test_learners_in_threads_do_what_they_do_one_after_the_other(tmp_path, monke
 def test_a_second_run_takes_the_warm_start_from_the_folder(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
     first = results(tmp_path)
-    monkeypatch.setattr(train, "imitate", None)  # must not be needed again
+    monkeypatch.setattr(imitate, "imitation_step", None)  # must not be needed again
     assert run(monkeypatch, *TINY, "--out", tmp_path) == 0
     assert "taken from" in capsys.readouterr().out and results(tmp_path) == first
 
@@ -152,7 +157,7 @@ def test_reward_rises(tmp_path, monkeypatch):
 
 
 def rollout_of(learner, s):
-    return train.respond(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
+    return train.respond(learner, train.problems_of(s, 0), s, 0)
 
 
 def make_learner(s, name="gspo"):
@@ -178,11 +183,12 @@ def test_chunks_and_their_order_do_not_change_an_update(name):
         advantages = torch.randn(32, generator=torch.Generator().manual_seed(0))
         learner.optimizer.step = lambda *a: None
         learner.optimizer.zero_grad = lambda *a, **k: None
-        old = rollout.logprobs - 0.1 * rollout.mask
-        measured = train.update(learner, rollout, old, advantages, list(range(3, 15)), 12, s, 0)
+        s.prompts, s.group, s.minibatches = 1, 12, 1  # the divisor is that of a whole minibatch of 12
+        rollout.logprobs = rollout.logprobs - 0.1 * rollout.mask
+        measured = train.update(learner, rollout, advantages, list(range(3, 15)), s, 0)
         assert measured["expert_change"] == 0
         grads.append([*measured.values(), *(p.grad for p in learner.model.parameters())])
-        chunks = len(list(train.chunks_of(rollout, range(32), s)))
+        chunks = len(train.micro_batches(rollout, range(32), s))
         assert chunks == {10**6: 1, 1: 32}.get(micro_tokens, chunks) and (micro_tokens != 60 or 1 < chunks < 32)
     for other in grads[1:]:
         for a, b in zip(grads[0], other):
@@ -192,15 +198,17 @@ def test_chunks_and_their_order_do_not_change_an_update(name):
 def test_responses_without_advantage_are_left_out_and_change_nothing(monkeypatch):
     """The gradient of a step's update equals that of the loss over all rows at once, those of advantage 0 among them."""
     s = settings("--micro-tokens", "60", "--minibatches", "1")
-    learner, problems, seen, real = make_learner(s), train.problems_of(s, 0), [], train.score
+    learner, problems, seen, real = make_learner(s), train.problems_of(s, 0), [], train.response_logprobs
     rewards = [1.0] * 8 + [1.0, 0.0] * 4 + [0.0] * 8 + [0.0, 1.0, 1.0, 1.0] * 2  # two of four groups teach
     monkeypatch.setattr(train, "verify", lambda *args: rewards)
     monkeypatch.setattr(
-        train, "score", lambda model, tokens, *a, **k: (seen.append(len(tokens)), real(model, tokens, *a, **k))[1]
+        train,
+        "response_logprobs",
+        lambda model, tokens, *a, **k: (seen.append(len(tokens)), real(model, tokens, *a, **k))[1],
     )
     learner.optimizer.step = learner.optimizer.zero_grad = lambda *a, **k: None
     rollout = rollout_of(learner, s)
-    train.rl_step(learner, problems, s, 0, torch.device("cpu"))
+    train.rl_step(learner, problems, s, 0)
     assert sum(seen) == 16 and len(seen) > 1
     logprobs = token_logprobs(learner.model, rollout.tokens)
     loss, _ = learner.loss(logprobs, rollout.logprobs, train.group_advantages(rewards, 8), rollout.mask)
@@ -215,12 +223,12 @@ def test_a_step_that_teaches_nothing_changes_nothing(monkeypatch):
     learner = make_learner(s)
     before = copy.deepcopy(learner.model.state_dict())
     monkeypatch.setattr(train, "verify", lambda *args: [1.0] * 32)
-    train.rl_step(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
+    train.rl_step(learner, train.problems_of(s, 0), s, 0)
     assert not learner.optimizer.state and all(torch.equal(a, before[k]) for k, a in learner.model.state_dict().items())
     record = learner.history[0]
     assert record["reward"] == record["zero_std_groups"] == 1 and math.isnan(record["clip_frac"])
     monkeypatch.setattr(train, "verify", lambda *args: [1.0, 1.0, None, 1.0] * 6 + [1.0, 0.0, None, 1.0] * 2)
-    train.rl_step(learner, train.problems_of(s, 0), s, 0, torch.device("cpu"))
+    train.rl_step(learner, train.problems_of(s, 0), s, 0)
     assert (
         learner.history[1]["zero_std_groups"] == 0.75
     )  # a group of equal rewards, one of them unknown, teaches nothing
@@ -233,8 +241,8 @@ def test_the_last_token_of_a_response_counts_for_no_expert():
     last = torch.tensor([end - 1 for _, end in rollout.spans])
     readings = []
     for junk in (0, 3):
-        rollout.routes[:, torch.arange(32), last] = junk
-        readings.append(train.measure(rollout, [1.0] * 32, torch.zeros(32), [], s)["load_imbalance"])
+        rollout.routes[torch.arange(32), last] = junk
+        readings.append(train.measure(rollout, [1.0] * 32, torch.zeros(32), s)["load_imbalance"])
     assert readings[0] == readings[1] > 1
 
 
@@ -244,7 +252,7 @@ def test_the_learning_rate_of_rl_warms_up():
     for step in (0, 1, 4, 5):
         learner = make_learner(s)
         rollout = rollout_of(learner, s)
-        train.update(learner, rollout, rollout.logprobs, torch.ones(32), list(range(8)), 8, s, step)
+        train.update(learner, rollout, torch.ones(32), list(range(8)), s, step)
         rates.append(learner.optimizer.param_groups[0]["lr"] / s.lr)
     assert rates == pytest.approx([0.2, 0.4, 1, 1])
 
@@ -254,18 +262,13 @@ def test_replay_trains_through_the_samplers_experts():
     plain, replay = make_learner(s, "gspo"), make_learner(s, "gspo+replay")
     rollout = rollout_of(plain, s)
     foreign = dataclasses.replace(rollout, routes=(rollout.routes + 1) % 4)
-    rows, width = next(train.chunks_of(foreign, range(32), s))
-    a, counts = train.trainer_logprobs(plain, foreign, rows, width, s)
-    b, _ = train.trainer_logprobs(replay, foreign, rows, width, s)
-    read = sum(end - 1 for _, end in rollout.spans)  # a last token is not read
+    a, counts = plain.logprobs(foreign)
+    b, _ = replay.logprobs(foreign)
+    packed = sum(end - 1 for _, end in rollout.spans)  # a last token does not go through the network
     assert (a - b).abs().max() > 1e-4  # other experts, other log-probs
-    assert counts[0] > 0 and counts[1] == 2 * 2 * read
-    rows, width = next(train.chunks_of(rollout, range(32), s))
-    assert torch.equal(
-        train.trainer_logprobs(plain, rollout, rows, width, s)[0],
-        train.trainer_logprobs(replay, rollout, rows, width, s)[0],
-    )
-    assert train.trainer_logprobs(plain, rollout, rows, width, s)[1][0] == 0
+    assert counts[0] > 0 and counts[1] == 2 * 2 * packed
+    assert torch.equal(plain.logprobs(rollout)[0], replay.logprobs(rollout)[0])
+    assert plain.logprobs(rollout)[1][0] == 0
 
 
 def test_minibatches_are_a_partition():
@@ -283,7 +286,7 @@ def test_no_evaluation_problem_is_trained_on():
     held_out = {p.prompt for p in train.held_out_problems(s)}
     seen = {p.prompt for step in range(20) for p in train.problems_of(s, step)}
     for step in range(50):
-        rows, lengths = train.worked_solutions(s, step)
+        rows, lengths = imitate.worked_solutions(s, step)
         seen |= {bytes(row[1:n]).decode() for row, n in zip(rows, lengths)}
     assert len(seen) > 100 and not seen & held_out
 
@@ -292,18 +295,18 @@ def test_a_whole_step_stays_on_the_device(monkeypatch):
     """Imitation, sampling, both losses, backward, clipping and the optimizer, on tensors that claim to be on a GPU."""
     s = settings("--max-new-tokens", "4")
     looks = iter([[], [0, 3], [1], []] * 10)
-    monkeypatch.setattr("sample.ended_places", lambda token: next(looks))
-    monkeypatch.setattr(train, "check_finite", lambda **quantities: None)  # looks at values, of which there are none
+    monkeypatch.setattr("sample.finished_rows", lambda token: next(looks))
+    monkeypatch.setattr(harness, "check_finite", lambda **quantities: None)  # looks at values, of which there are none
     monkeypatch.setattr(Rollout, "spans", [(4, 6)] * 32)
     with fake_gpu() as device:
         for name in ("gspo", "grpo+replay"):
             with device:
                 learner = train.Learner(name, Transformer(s.model_config), s)
-            train.imitate(learner, s, 0, device)
-            rollout = train.respond(learner, train.problems_of(s, 0), s, 0, device)
+            imitate.imitation_step(learner, s, 0)
+            rollout = train.respond(learner, train.problems_of(s, 0), s, 0)
             with device:
                 advantages = torch.zeros(32)
-            measured = train.update(learner, rollout, rollout.logprobs, advantages, list(range(8)), 8, s, 0)
+            measured = train.update(learner, rollout, advantages, list(range(8)), s, 0)
             old = train.recompute(learner, rollout, s)
             assert {x.device for x in (*measured.values(), old, *learner.model.parameters())} == {device}
             state = [v for p in learner.optimizer.state.values() for k, v in p.items() if k != "step"]
@@ -358,10 +361,11 @@ def test_resumed_after_a_crash_equals_uninterrupted(finished, tmp_path, monkeypa
     assert results(tmp_path) == results(finished)
 
 
-@pytest.mark.parametrize("at", [("imitate", 4), ("update", 5), ("rl_step", 3), ("rl_step", 7), ("evaluate", 2)])
+@pytest.mark.parametrize("at", [("imitation_step", 4), ("update", 5), ("rl_step", 3), ("rl_step", 7), ("evaluate", 2)])
 def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at):
     name, count = at
-    calls, real = iter(range(10**9)), getattr(train, name)
+    module = imitate if name == "imitation_step" else train
+    calls, real = iter(range(10**9)), getattr(module, name)
 
     def crash(*args, **kwargs):
         if next(calls) == count:
@@ -369,7 +373,7 @@ def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(train, name, crash)
+        patch.setattr(module, name, crash)
         run(patch, *TINY, "--out", tmp_path)
     assert run(monkeypatch, "--resume", tmp_path) == 0
     assert results(tmp_path) == results(finished)
@@ -384,7 +388,7 @@ def test_resumed_after_a_crash_between_the_last_warm_step_and_its_checkpoint(tmp
         raise Crash
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(train, "checkpoint", crash)
+        patch.setattr(imitate, "checkpoint", crash)
         run(patch, *TINY, *flags, "--out", tmp_path / "killed")
     assert run(monkeypatch, "--resume", tmp_path / "killed") == 0
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
@@ -393,13 +397,14 @@ def test_resumed_after_a_crash_between_the_last_warm_step_and_its_checkpoint(tmp
 @pytest.mark.parametrize(
     "name, count, number, code",
     [
-        ("imitate", 3, signal.SIGTERM, 143),
+        ("imitation_step", 3, signal.SIGTERM, 143),
         ("update", 6, signal.SIGINT, 130),
         ("update", 5, signal.SIGTERM, 143),
     ],
 )
 def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, name, count, number, code):
-    calls, real = iter(range(10**9)), getattr(train, name)
+    module = imitate if name == "imitation_step" else train
+    calls, real = iter(range(10**9)), getattr(module, name)
 
     def ask(*args):
         if next(calls) == count:
@@ -407,9 +412,9 @@ def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, c
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, name, ask)
+        patch.setattr(module, name, ask)
         assert run(patch, *TINY, "--out", tmp_path) == code
-    assert f"--resume {tmp_path}" in capsys.readouterr().err.splitlines()[-1]
+    assert f"--resume={tmp_path}" in capsys.readouterr().err.splitlines()[-1]
     assert run(monkeypatch, "--resume", tmp_path) == 0
     assert results(tmp_path) == results(finished)
 
@@ -446,7 +451,7 @@ def test_not_finite_stops_the_run_and_keeps_what_led_to_it(tmp_path, monkeypatch
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search("step [12], gspo: ", error) and "is not finite" in error and "not-finite-gspo.pt" in error
     kept = torch.load(tmp_path / "not-finite-gspo.pt", weights_only=True)
-    assert {"step", "weights", "tokens", "old_logprobs", "advantages", "mask"} <= set(kept)
+    assert {"step", "weights", "tokens", "logprobs", "advantages", "mask"} <= set(kept)
     state = harness.load_state(tmp_path / "state.pt")
     assert state["step"] == 0 and all(w.isfinite().all() for w in state["learners"]["gspo"]["weights"].values())
 
@@ -458,14 +463,14 @@ def test_not_finite_in_the_warm_start(tmp_path, monkeypatch, capsys):
 
 
 def test_weights_that_are_not_finite_are_never_saved_as_a_warm_start(tmp_path, monkeypatch, capsys):
-    real = train.imitate
+    real = imitate.imitation_step
 
     def poisoned(learner, *args):
         result = real(learner, *args)
         learner.model.norm.weight.data[0] = float("nan")
         return result
 
-    monkeypatch.setattr(train, "imitate", poisoned)
+    monkeypatch.setattr(imitate, "imitation_step", poisoned)
     for steps in (40, 1):  # one ends at a save, one between saves
         assert run(monkeypatch, *TINY, "--warm-steps", steps, "--out", tmp_path / str(steps)) == 1
         error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -494,7 +499,7 @@ def test_the_first_quantity_that_is_not_finite_is_named(tmp_path, monkeypatch, c
 
 
 def test_a_collapse_is_reported_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "verify", lambda problems, texts, group: [0.0] * len(texts))
+    monkeypatch.setattr(train, "verify", lambda problems, texts: [0.0] * len(texts))
     assert run(monkeypatch, *TINY, "--out", tmp_path, "--rl-steps", 13, "--learners", "gspo") == 0
     out = capsys.readouterr().out
     assert out.count("for 10 steps no group held both") == 1
@@ -515,17 +520,17 @@ def test_a_collapse_is_reported_once(tmp_path, monkeypatch, capsys):
         ("--experts 300", "at most 256"),
         ("--group 1", "--group: 1 is not at least 2"),
         ("--prompts 3 --group 3 --minibatches 2", "--minibatches 2 does not divide 9 responses"),
-        ("--rl-steps 0", "argument --rl-steps: 0 is not at least 1"),
+        ("--rl-steps 0", "--rl-steps: 0 is not at least 1"),
         ("--warm-steps -5", "--warm-steps: -5 is not at least 1"),
-        ("--temperature 0", "--temperature: 0 is not above 0"),
+        ("--temperature 0", "--temperature: 0.0 is not above 0"),
         ("--lr nan", "--lr: nan is not above 0"),
-        ("--lr 0", "--lr: 0 is not above 0"),
+        ("--lr 0", "--lr: 0.0 is not above 0"),
         ("--lr fast", "invalid float value: 'fast'"),
-        ("--gspo-clip 0 1", "--gspo-clip: 0 is not above 0"),
+        ("--gspo-clip 0 1", "--gspo-clip: 0.0 is not above 0"),
         ("--gspo-clip 0.1", "expected 2 arguments"),
-        ("--seed -1", "--seed: -1 is not 0 to"),
-        ("--max-terms 11", "2 to 10"),
-        ("--largest 100", "100 is not 2 to 99"),
+        ("--seed -1", "--seed: -1 is not from 0 to"),
+        ("--max-terms 11", "from 2 to 10"),
+        ("--largest 100", "100 is not from 2 to 99"),
         ("--max-new-tokens 1000", "does not fit the context"),
         ("--warm-think 1.5", "from 0 to 1"),
         ("--task algebra", "invalid choice: 'algebra'"),
@@ -588,7 +593,7 @@ def test_help_explains_every_flag(monkeypatch, capsys):
 
 
 def test_what_was_typed_wins_over_a_preset_even_if_it_is_the_default(finished, monkeypatch, capsys):
-    assert train.parse_settings(["--preset", "laptop-gpu", "--width", "96", "--lr=2e-4"])[0].width == 96
+    assert parsed("--preset", "laptop-gpu", "--width", "96", "--lr=2e-4").width == 96
     for typed in ("--lr 2e-4", "--lr=2e-4"):
         assert run(monkeypatch, "--resume", finished, *typed.split()) == 2
         assert "leave out --lr" in capsys.readouterr().err
@@ -599,12 +604,12 @@ def test_the_run_says_what_was_changed(capsys):
         (["--task", "countdown"], "nothing"),
         (["--lr", "1e-3", "--layers", "3"], "--layers 3 --lr 0.001"),
     ):
-        train.describe(train.parse_settings(argv)[0], torch.device("cpu"))
+        train.describe(parsed(*argv), torch.device("cpu"))
         assert f"changed     {changed}\n" in capsys.readouterr().out
 
 
 def test_presets_fit():
-    laptop = train.parse_settings(["--preset", "laptop-gpu", "--lr", "1"])[0]
+    laptop = parsed("--preset", "laptop-gpu", "--lr", "1")
     assert laptop.width == 256 and laptop.lr == 1.0  # a flag beside the preset wins
     with torch.device("meta"):
         total, active = Transformer(laptop.model_config).num_parameters()
@@ -625,7 +630,8 @@ def test_sample_command(finished, tmp_path, capsys, monkeypatch):
     def ask(*argv, stdin="", checkpoint=finished / "gspo.pt"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
-            harness.run_program(sample.main, ["--checkpoint", str(checkpoint), *argv])
+            monkeypatch.setattr(sys, "argv", ["sample.py", "--checkpoint", str(checkpoint), *argv])
+            harness.run_program(sample.main)
         except SystemExit as exit:
             assert exit.code in (1, 2)
         return capsys.readouterr()
@@ -707,7 +713,7 @@ import train
 real = train.generate
 def generate(*args, **options):
     rollout = real(*args, **options)
-    if train.rank() == 1:
+    if harness.rank() == 1:
         rollout.logprobs[0, 0] = float("nan")
     return rollout
 train.generate = generate
@@ -727,7 +733,8 @@ def test_killed_for_real_and_resumed():
 
 
 def test_processes_that_do_not_divide_the_problems_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    for name in harness.TORCHRUN:
+        monkeypatch.setenv(name, {"RANK": "0", "LOCAL_RANK": "0"}.get(name, "2"))
     assert run(monkeypatch, *TINY, "--prompts", "3", "--group", "4", "--out", tmp_path / "out") == 2
     assert "--prompts 3 do not divide among 2 processes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
