@@ -270,7 +270,7 @@ def response_logprobs(model, tokens, spans, *, temperature=1.0, routes=None, out
         return torch.tensor(np.flatnonzero(chosen).tolist(), dtype=torch.long, device=tokens.device)
 
     # found on the host, so that the device need not be asked how many there are
-    starts, ends = np.array(spans).T[:, :, None]  # (B, 1) each
+    starts, ends = np.array(spans, dtype=int).reshape(-1, 2).T[:, :, None]  # (B, 1) each
     position = np.arange(inputs.size(1))
     is_packed = position < ends - 1  # (B, T-1)
     is_scored = is_packed & (position >= starts - 1)
@@ -292,11 +292,12 @@ def split_by_length(lengths, tokens):
 
     That keeps padding small; only attention computes on it. Returns lists of row numbers.
     """
-    parts = max(1, round(sum(lengths) / tokens))
+    total = max(1, sum(lengths))
+    parts = max(1, round(total / tokens))
     batches = [[] for _ in range(parts)]
     done = 0
     for row in sorted(range(len(lengths)), key=lambda row: (lengths[row], row)):
-        batches[done * parts // sum(lengths)].append(row)
+        batches[done * parts // total].append(row)
         done += lengths[row]
     return [batch for batch in batches if batch]
 

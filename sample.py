@@ -84,7 +84,7 @@ class Rollout:
     def select(self, rows):
         """These rows (a list) alone, cut to the longest of them: a Rollout."""
         spans = [self.spans[row] for row in rows]
-        part = self.cut(max(end for _, end in spans), rows)
+        part = self.cut(max((end for _, end in spans), default=0), rows)
         part.spans = spans  # known already: the device need not be asked
         return part
 
@@ -147,8 +147,8 @@ def check_request(config, prompts, samples_per_prompt, max_new_tokens, temperatu
     """Raise ValueError, saying why, where `generate` cannot do this. prompts: lists of token ids."""
     if not prompts or samples_per_prompt < 1 or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, one sample and one new token")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}: it must be 0 (greedy) or more")
+    if temperature != 0 and not 1e-6 <= temperature < float("inf"):  # below that, logits overflow
+        raise ValueError(f"temperature is {temperature}: it must be 0 (greedy), or 1e-6 and more")
     if not all(prompts):
         raise ValueError("a prompt is empty")
     for token in (token for prompt in prompts for token in prompt):

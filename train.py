@@ -438,7 +438,7 @@ class Settings:
     minibatches: int = flag(4, "optimizer steps per pass over a step's responses", natural)
     epochs: int = flag(1, "passes over a step's responses", natural)
     lr: float = flag(2e-4, "learning rate of RL, after a linear warm-up of 5 steps", positive)
-    temperature: float = flag(1.0, "of sampling, and of the log-probs that are trained", positive)
+    temperature: float = flag(1.0, "of sampling, and of the log-probs that are trained", between(1e-6, 1e6))
     max_new_tokens: int = flag(64, "longest response; a longer one is cut and scored as it is", natural)
     gspo_clip: list = flag([3e-3, 4e-3], "GSPO's window [1 - LOW, 1 + HIGH]", positive, **WINDOW)
     grpo_clip: list = flag([0.2, 0.27], "GRPO's window [1 - LOW, 1 + HIGH]", positive, **WINDOW)

@@ -267,6 +267,16 @@ def test_a_row_without_a_response_scores_nothing():
     assert all(p.grad is None or (p.grad == 0).all() for p in m.parameters())
 
 
+def test_no_rows_and_no_response_tokens():
+    """(0, T) and (B, 0): empty results whose gradients are 0, not an error from inside torch."""
+    m = make()
+    for tokens in (torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 1, dtype=torch.long)):
+        assert token_logprobs(m, tokens).shape == response_logprobs(m, tokens, []).shape == tokens.shape
+    m.zero_grad()
+    response_logprobs(m, torch.zeros(2, 4, dtype=torch.long), [(2, 2), (3, 3)]).sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in m.parameters())
+
+
 def test_rows_by_length():
     lengths = [5, 1, 9, 3, 3]
     assert split_by_length(lengths, 21) == [[1, 3, 4, 0, 2]]
@@ -274,6 +284,7 @@ def test_rows_by_length():
     assert split_by_length([], 5) == []
     batches = split_by_length(lengths, 1)
     assert sorted(row for batch in batches for row in batch) == [0, 1, 2, 3, 4]
+    assert split_by_length([], 10) == [] and split_by_length([0, 0], 10) == [[0, 1]]
 
 
 # Routing replay

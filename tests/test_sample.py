@@ -400,6 +400,8 @@ def test_rows_of_a_rollout_are_selected_and_cut_to_the_longest():
         del part.spans  # handed on, they are those that it would compute
         assert part.spans == [whole.spans[row] for row in rows]
         assert part.texts() == [whole.texts()[row] for row in rows]
+    none = whole.select([])
+    assert none.tokens.shape == (0, 0) and none.spans == none.texts() == []
 
 
 # What does not fit
@@ -413,6 +415,7 @@ def test_bad_input_says_so():
         (dict(prompts=["1"], max_new_tokens=0), "at least one"),
         (dict(prompts=["1"], temperature=-1), "temperature is -1"),
         (dict(prompts=["1"], temperature=float("nan")), "temperature is nan"),
+        (dict(prompts=["1"], temperature=1e-40), "temperature is 1e-40"),
         (dict(prompts=[[]]), "a prompt is empty"),
         (dict(prompts=[[1, 263]]), "token 263 of a prompt is outside"),
         (dict(prompts=[[-1]]), "token -1 of a prompt is outside"),

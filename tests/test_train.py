@@ -522,7 +522,7 @@ def test_a_collapse_is_reported_once(tmp_path, monkeypatch, capsys):
         ("--prompts 3 --group 3 --minibatches 2", "--minibatches 2 does not divide 9 responses"),
         ("--rl-steps 0", "--rl-steps: 0 is not at least 1"),
         ("--warm-steps -5", "--warm-steps: -5 is not at least 1"),
-        ("--temperature 0", "--temperature: 0.0 is not above 0"),
+        ("--temperature 0", "--temperature: 0.0 is not from 1e-06 to"),
         ("--lr nan", "--lr: nan is not above 0"),
         ("--lr 0", "--lr: 0.0 is not above 0"),
         ("--lr fast", "invalid float value: 'fast'"),
