@@ -248,7 +248,7 @@ def token_logprobs(model, tokens, *, temperature=1.0, routes=None):
     routes = None if routes is None else routes[:, :-1]
     logits = model(tokens[:, :-1], routes=routes)[0].float() / temperature  # (B, T-1, V)
     logprobs = -F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return F.pad(logprobs.unflatten(0, (len(tokens), -1)), (1, 0))
+    return F.pad(logprobs.view(tokens[:, 1:].shape), (1, 0))
 
 
 def response_logprobs(model, tokens, spans, *, temperature=1.0, routes=None, output_router_probs=False):
