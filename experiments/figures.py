@@ -133,12 +133,49 @@ def coherence(ax, rows):
     ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
 
 
+def windows(ax, rows):
+    """One response, as `gspo.py` prints it: four token ratios in GRPO's window, their one ratio in GSPO's."""
+    w = np.exp([0.30, -0.02, -0.29, 0.01])
+    s = np.exp(np.mean(np.log(w)))
+    ax.fill_between([0.5, 4.5], 0.8, 1.27, color=ORANGE, alpha=0.2, lw=0)
+    ax.fill_between([4.7, 5.3], 1 - 3e-4, 1 + 4e-4, color=BLUE, lw=1)
+    inside = w <= 1.27  # for a right answer only the upper end clips
+    ax.plot(np.arange(1, 5)[inside], w[inside], "o", color=ORANGE, ms=9)
+    ax.plot(np.arange(1, 5)[~inside], w[~inside], "o", color=ORANGE, ms=9, mfc="none", mew=2)
+    ax.plot(5, s, "o", color=BLUE, ms=9)
+    ax.annotate("cut: this token\nteaches nothing", (1.15, w[0]), (1.6, 1.35), color=GREY, va="center")
+    ax.annotate("kept: of a right answer\nonly the upper end cuts", (3.2, w[2]), color=GREY, va="center")
+    ax.annotate("GRPO's window,\n0.8 to 1.27", (2.5, 1.16), color=ORANGE, ha="center", va="center")
+    ax.annotate("GSPO's:\n0.9997\nto 1.0004", (5, 1.08), color=BLUE, ha="center", va="bottom")
+    ax.set_xticks(range(1, 6), [*(f"w{sub}" for sub in "₁₂₃₄"), "s"])
+    ax.set(title="A right answer of four tokens:\nGRPO cuts one, GSPO keeps it whole", ylabel="new / old probability")
+    ax.set(xlim=(0.4, 5.7), ylim=(0.65, 1.45))
+    ax.grid(False)
+
+
+def two_regimes(ax, rows):
+    """Reward over the steps: mean and band, that of the middle half of the seeds."""
+    for lr, updates, ls, words in (("2e-4", "4", "-", "default"), ("8e-4", "8", "--", "pushed")):
+        for arm, color in (("gspo", BLUE), ("grpo", ORANGE)):
+            here = select(rows, lr=lr, updates=updates, arm=arm)
+            series = np.array([row["reward_by_step"].split() for row in here], float)
+            steps = range(1, series.shape[1] + 1)
+            ax.plot(steps, series.mean(0), color=color, ls=ls, label=f"{arm}, {words}")
+            ax.fill_between(steps, *np.quantile(series, (0.25, 0.75), 0), color=color, alpha=0.2, lw=0)
+    counts = [len(select(rows, lr=lr, updates=n, arm="gspo")) for lr, n in (("2e-4", "4"), ("8e-4", "8"))]
+    ax.set(title="They tie at the default rate; pushed to 8e-4 with\n8 updates both collapse, GSPO later", ylim=(0, 1))
+    ax.set(xlabel=f"step ({counts[0]} seeds, pushed {counts[1]}; band: the middle half)", ylabel="reward")
+    ax.legend(loc="lower left", ncols=2)
+
+
 def clipped(rows):
     """Per cent of the tokens; where there is none, 0.001."""
     return max(100 * mean(rows, "mean_clip_frac"), 1e-3)
 
 
+SOURCE = {"lesson": "staleness"}  # whose rows a figure shows, where not those of its own name
 FIGURES = {  # of each sweep: the width, and the panels
+    "lesson": (9, [windows, two_regimes]),
     "edge": (11, [partial(dots, ["lr"], "arm", "Where each breaks", joined=True), edge_gaps]),
     "slow": (9, [partial(curves, "reward", "reward at 4e-4"), partial(curves, "entropy", "entropy at 4e-4")]),
     "unit": (6.5, [partial(dots, ["tail"], "head", "The ratio's unit, and the clip's, at 8e-4", sweep="unit")]),
@@ -180,7 +217,8 @@ def draw(width, panels, rows, path):
     named = {}
     for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
         panel(ax=ax, rows=rows)
-        named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+        if not ax.get_legend():
+            named |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
     figure.legend(named.values(), named, loc="outside lower center", ncols=2 if len(panels) == 1 else 5)
     figure.savefig(path, metadata={"Date": None})
     print(f"written to {path}")
@@ -201,7 +239,7 @@ def main(names):
     for asked in names or FIGURES:
         if asked.removeprefix("quick-") in FIGURES:
             path = Path(__file__).parent / "figures" / f"{asked}.svg"
-            draw(*FIGURES[asked.removeprefix("quick-")], rows_of(asked), path)
+            draw(*FIGURES[asked.removeprefix("quick-")], rows_of(SOURCE.get(asked, asked)), path)
         elif rows := rows_of_run(Path(asked)):
             draw(13, OF_A_RUN, rows, Path(asked) / "curves.svg")
         else:

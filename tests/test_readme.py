@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What the README says is what the code does: its commands, columns, numbers and line counts."""
 
+import math
 import re
 import runpy
 import shlex
@@ -8,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cases import TINY
 
+import gspo
 import harness
 import train
 
@@ -18,7 +21,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = sorted(set(re.findall(r"^(?:python|torchrun [^ ]+) train\.py.*$", README, re.M)))
+COMMANDS = sorted(set(re.findall(r"(?:^|`)((?:python|torchrun [^ ]+) train\.py[^`\n]*)", README, re.M)))
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -40,6 +43,37 @@ def test_the_example_is_what_the_program_prints(capsys):
     printed = capsys.readouterr().out.splitlines()
     block = re.search(r"```\n(     A \|.*?)```", README, re.S).group(1).splitlines()
     assert len(block) == 3 and block == printed[:3]
+
+
+def exercise(number):
+    """The lines of code in the answer to an exercise."""
+    answers = README[README.index("<details>") : README.index("</details>")]
+    block = re.search(rf"^{number}\. [^`]*?(?:`[^`\n]+`[^`]*?)*```python\n(.*?)```", answers, re.S | re.M).group(1)
+    return [line.removeprefix("   ") for line in block.splitlines() if line.strip()]
+
+
+def test_the_answer_with_gmpo_is_gmpo():
+    """Put into gspo.py, the three lines give the geometric mean of ratios that were clipped at e^±0.4."""
+    source = (ROOT / "gspo.py").read_text(encoding="utf-8")
+    line = "    log_ratio = (new - old).sum(1, keepdim=True) / lengths  # (B, 1)\n"
+    module = {"__name__": "gmpo"}
+    exec(source.replace(line, "\n".join([*exercise(4), ""]), 1), module)
+    moves = torch.tensor([[0.5, -0.1, -0.6], [0.5, -0.1, -0.6]])
+    advantages = torch.tensor([1.0, -1.0])
+    loss, _ = module["gspo_loss"](moves, 0 * moves, advantages, moves != 0, clip_eps_low=1e9, clip_eps_high=1e9)
+    right = math.exp((0.4 - 0.1 - 0.6) / 3)  # only the upper end is clipped
+    wrong = math.exp((0.5 - 0.1 - 0.4) / 3)
+    assert loss.item() == pytest.approx(-(right - wrong) / 2)
+
+
+def test_the_answer_with_an_advantage_per_turn():
+    names = {"torch": torch, "gspo_token_loss": gspo.gspo_token_loss, "turn": torch.tensor([[0, 0, 1]])}
+    for move, kept in ((0.0, [1, 1, -1]), (0.01, [0, 0, -1]), (-0.01, [1, 1, 0])):
+        logprobs = torch.full((1, 3), move).requires_grad_()
+        names |= {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 3), "mask": torch.ones(1, 3)}
+        exec("\n".join(exercise(5)), names)
+        names["loss"].backward()
+        torch.testing.assert_close(logprobs.grad, -torch.tensor([kept]) * math.exp(move) / 3)
 
 
 def test_the_diff_is_the_real_one():
