@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import TINY, random_batch, window
+from helpers import TINY, random_batch, window
 
 import harness
 import train

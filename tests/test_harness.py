@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import TINY
+from helpers import TINY
 
 import harness
 import sample

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import UNCLIPPED, assert_same, hand_batch, random_batch, response, run_alone, value_and_grad, window
+from helpers import UNCLIPPED, assert_same, hand_batch, random_batch, response, run_alone, value_and_grad, window
 
 import grpo
 import gspo

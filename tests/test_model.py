@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from cases import fake_gpu
+from helpers import fake_gpu
 
 import model as model_module
 import moe

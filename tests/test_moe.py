@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import run_alone
+from helpers import run_alone
 
 import moe
 from moe import MoE, all_experts, can_group, expert_load, grouped_experts, load_balance_loss, routing_change

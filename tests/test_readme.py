@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import TINY
+from helpers import TINY
 
 import gspo
 import harness

@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import fake_gpu
+from helpers import fake_gpu
 
 import sample
 from model import KVCache, ModelConfig, Transformer, token_logprobs

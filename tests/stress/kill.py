@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cases import TINY, results  # noqa: E402
+from helpers import TINY, results  # noqa: E402
 
 RUN = [*TINY, "--rl-steps", "5", "--save-every", "1"]  # a save after every step
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import csv
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import load_model
+import harness
+import train
+from model import Transformer, load_model
+
+ROOT = Path(train.__file__).parent
 
 X = 0.0  # padding
 HAND = {
@@ -107,3 +112,44 @@ def results(folder, timings=("seconds", "tokens_per_s")):
         if path.name != "state.pt" and not path.name == "warm.pt":
             found[path.name] = {k: v.numpy().tobytes() for k, v in load_model(path)[0].state_dict().items()}
     return found
+
+
+# Runs of train.py
+
+
+def run(monkeypatch, *argv):
+    """train.py in this process. Returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+    try:
+        harness.run_program(train.main)
+    except SystemExit as exit:
+        return exit.code
+    return 0
+
+
+def settings(*argv):
+    return parsed(*TINY, *argv)
+
+
+def parsed(*argv):
+    return harness.parse_settings(train.Settings, argv, "")[0]
+
+
+def command(*argv, **kw):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", **kw
+    )
+
+
+def make_learner(s, name="gspo"):
+    torch.manual_seed(0)
+    return train.Learner(name, Transformer(s.model_config), s)
+
+
+def rollout_of(learner, s):
+    return train.respond(learner, train.problems_of(s, 0), s, 0)
+
+
+class Crash(BaseException):
+    """Stands in for kill -9: nothing of ours catches it, what is on the disk stays as it is."""
