@@ -151,5 +151,44 @@ def rollout_of(learner, s):
     return train.respond(learner, train.problems_of(s, 0), s, 0)
 
 
+class AdamWByHand:
+    """Kingma & Ba's formula with betas .9 and .95, eps 1e-8, no weight decay, on gradients clipped to norm 1."""
+
+    def __init__(self, model):
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.m = {name: torch.zeros_like(p) for name, p in self.weights.items()}
+        self.v = {name: torch.zeros_like(p) for name, p in self.weights.items()}
+        self.steps = 0
+
+    def step(self, grads, lr):
+        """grads: {name: tensor}. Returns their norm."""
+        self.steps += 1
+        norm = sum(g.square().sum() for g in grads.values()).sqrt()
+        for name, g in grads.items():
+            g = g / max(1.0, float(norm))
+            self.m[name] = 0.9 * self.m[name] + 0.1 * g
+            self.v[name] = 0.95 * self.v[name] + 0.05 * g**2
+            m = self.m[name] / (1 - 0.9**self.steps)
+            v = self.v[name] / (1 - 0.95**self.steps)
+            self.weights[name] = self.weights[name] - lr * m / (v.sqrt() + 1e-8)
+        return norm
+
+    def assert_like(self, trainable, lr):
+        """The moments agree closely; the weights as far as rounding of gradients near 0, which Adam enlarges, lets them."""
+        for name, p in trainable.model.named_parameters():
+            state = trainable.optimizer.state[p]
+            torch.testing.assert_close(state["exp_avg"], self.m[name], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(state["exp_avg_sq"], self.v[name], rtol=1e-3, atol=1e-6)
+            difference = (p.detach() - self.weights[name]).abs()
+            assert difference.mean() < 0.002 * lr and difference.max() < 0.2 * lr, name
+
+
+def row_by_row(model, tokens, start):
+    """Of one sequence (a list): log-probs of tokens[start:], and the router's probabilities (t, L, E) of its inputs."""
+    x, _, probs = model.features(torch.tensor([tokens[:-1]]))
+    logprobs = model.head(x)[0].log_softmax(-1)  # (t, V)
+    return torch.stack([logprobs[place - 1, tokens[place]] for place in range(start, len(tokens))]), probs[0]
+
+
 class Crash(BaseException):
     """Stands in for kill -9: nothing of ours catches it, what is on the disk stays as it is."""

@@ -1,10 +1,45 @@
 # SPDX-License-Identifier: MIT
 """The warm start."""
 
-import pytest
-from helpers import TINY, Crash, results, run
+import copy
 
+import pytest
+import torch
+from helpers import TINY, AdamWByHand, Crash, results, row_by_row, run, settings
+
+import harness
 import imitate
+from model import Transformer
+
+
+@pytest.mark.parametrize("aux_coef, micro_tokens", [(0.01, 10**6), (0.0, 60)])
+def test_imitation_by_hand(aux_coef, micro_tokens):
+    """Steps 0 and 60 of 90: row by row, without packing or micro-batches, and with the optimizer's formula written out.
+
+    The load-balance loss is one of each micro-batch, so it is compared where there is one.
+    """
+    s = settings("--aux-coef", str(aux_coef), "--micro-tokens", str(micro_tokens))
+    torch.manual_seed(0)
+    trainable = harness.Trainable("warm", Transformer(s.model_config))
+    model = copy.deepcopy(trainable.model)
+    hand = AdamWByHand(model)
+    for step, lr in ((0, 2e-2 * 1 / 100), (60, 2e-2 * 61 / 100 * (1 - 0.9 * 60 / 90))):
+        solutions, prompt_lengths = imitate.worked_solutions(s, step)
+        rows = [row_by_row(model, *row) for row in zip(solutions, prompt_lengths)]
+        loss = -torch.cat([logprobs for logprobs, _ in rows]).mean()
+        probs = torch.cat([p for _, p in rows])  # (N, L, E)
+        for p in probs.unbind(
+            1
+        ):  # the load-balance loss of each of two layers, with four experts, two of which are chosen
+            chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0)
+            loss = loss + aux_coef / 2 * 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        norm = hand.step(dict(zip(hand.weights, grads)), lr)
+        assert norm > 1, "the clipping must matter"
+        model.load_state_dict(hand.weights)
+        imitate.imitation_step(trainable, s, step)
+    assert trainable.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+    hand.assert_like(trainable, lr)
 
 
 def test_a_second_run_takes_the_warm_start_from_the_folder(tmp_path, monkeypatch, capsys):

@@ -120,6 +120,16 @@ def test_parameter_count():
     assert active == total - experts * 3 // 4 - 30 * 16
 
 
+def test_how_a_new_model_starts():
+    """Embeddings of std 0.5; what is added to the residual stream shrunk by the root of twice the layers."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(width=96, layers=2))
+    assert model.embed.weight.std().item() == pytest.approx(0.5, rel=0.02)
+    width = model.blocks[0].moe.w_out.size(1)
+    assert model.blocks[0].moe.w_out.std().item() == pytest.approx(width**-0.5 / 2, rel=0.02)
+    assert model.blocks[0].moe.w_in.std().item() == pytest.approx(96**-0.5, rel=0.02)
+
+
 # The cache
 
 

@@ -71,7 +71,7 @@ harness.run_program(train.main)
 
 
 def test_killed_for_real_and_resumed():
-    """A short version of `python tests/kill.py`."""
+    """A short version of `python tests/stress/kill.py`."""
     kill.kill_and_compare(1)
 
 

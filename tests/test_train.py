@@ -4,10 +4,11 @@
 import copy
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
-from helpers import TINY, fake_gpu, make_learner, results, rollout_of, run, settings
+from helpers import TINY, AdamWByHand, fake_gpu, make_learner, results, rollout_of, row_by_row, run, settings
 
 import harness
 import imitate
@@ -164,6 +165,62 @@ def test_responses_without_advantage_are_left_out_and_change_nothing(monkeypatch
     scale = min(1.0, 1 / torch.cat([g.flatten() for g in want]).norm().item())  # the norm is clipped to 1
     for p, b in zip(learner.model.parameters(), want):
         torch.testing.assert_close(p.grad, b * scale, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, low, high", [("gspo", 0.003, 0.004), ("grpo", 0.2, 0.27)])
+def test_two_updates_by_hand(name, low, high):
+    """Row by row and token by token, the textbook's formula, a gradient clipped to 1, AdamW; at step 2 of the warm-up."""
+    s = settings("--micro-tokens", "60")
+    learner = make_learner(s, name)
+    model = copy.deepcopy(learner.model)
+    hand = AdamWByHand(model)
+    rollout = rollout_of(learner, s)
+    advantages = 30 * torch.randn(32, generator=torch.Generator().manual_seed(0))  # so that norms are above 1
+    for minibatch in (range(16), range(16, 32)):
+        objective = 0
+        for row in minibatch:
+            start, end = rollout.spans[row]
+            new, _ = row_by_row(model, rollout.tokens[row, :end].tolist(), start)
+            log_ratios = new - rollout.logprobs[row, start:end]
+            ratios = log_ratios.exp() if name == "grpo" else log_ratios.mean().exp()[None]
+            a = advantages[row]
+            terms = torch.minimum(ratios * a, ratios.clamp(1 - low, 1 + high) * a)
+            objective = objective + terms.mean() / 16
+        grads = torch.autograd.grad(-objective, list(model.parameters()))
+        assert hand.step(dict(zip(hand.weights, grads)), 1e-3 * 2 / 5) > 1
+        model.load_state_dict(hand.weights)
+        train.update(learner, rollout, advantages, list(minibatch), s, step=1)
+    hand.assert_like(learner, 1e-3 * 2 / 5)
+
+
+def test_accuracy_is_over_three_terms_and_more():
+    results = [
+        {"terms": 2, "sampled": 1.0, "greedy": 1.0, "problems": 100},
+        {"terms": 3, "sampled": 0.5, "greedy": 1.0, "problems": 10},
+        {"terms": 4, "sampled": 0.25, "greedy": 0.0, "problems": 30},
+    ]
+    assert train.accuracy(results, "sampled") == (5 + 7.5) / 40 and train.accuracy(results, "greedy") == 10 / 40
+    assert train.accuracy(results[:1], "sampled") == 1  # where there is nothing else
+
+
+def test_settings_in_a_notebook():
+    s = train.Settings(lr=8e-4, preset="laptop-gpu")
+    assert (s.lr, s.width, s.rl_steps, s.group) == (8e-4, 256, 40, 16)
+    assert train.Settings(lr=1).lr == 1.0  # an int where a float is meant
+    for wrong, message in (
+        ({"rl_steps": "4"}, "--rl-steps: '4' is no int"),
+        ({"rl_steps": 4.5}, "--rl-steps: 4.5 is no int"),
+        ({"rl_steps": True}, "--rl-steps: True is no int"),
+        ({"lr": "x"}, "--lr: 'x' is no float"),
+        ({"gspo_clip": [0.1]}, "--gspo-clip"),
+        ({"gspo_clip": 0.1}, "--gspo-clip"),
+        ({"learners": "gspo"}, "--learners"),
+        ({"learners": ["ppo"]}, "invalid choice: 'ppo'"),
+        ({"task": []}, "--task"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            train.Settings(**wrong)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_step_that_teaches_nothing_changes_nothing(monkeypatch):
