@@ -104,12 +104,13 @@ def fake_gpu():
 
 def results(folder, timings=("seconds", "tokens_per_s")):
     """All that a finished run leaves, but for the times."""
-    folder, found = Path(folder), {}
+    folder = Path(folder)
+    found = {}
     for path in sorted(folder.glob("*.csv")):
         rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
         found[path.name] = [{k: v for k, v in row.items() if k not in timings} for row in rows]
     for path in sorted(folder.glob("*.pt")):
-        if path.name != "state.pt" and not path.name == "warm.pt":
+        if path.name not in ("state.pt", "warm.pt"):
             found[path.name] = {k: v.numpy().tobytes() for k, v in load_model(path)[0].state_dict().items()}
     return found
 

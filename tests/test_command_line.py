@@ -2,6 +2,7 @@
 """What a person types: nonsense is one clear line, and every flag is explained. Also the command of sample.py."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -87,6 +88,81 @@ def test_damaged_folders_say_so(finished, tmp_path, monkeypatch, capsys):
             assert run(monkeypatch, *argv) == 2
             err = capsys.readouterr().err.strip()
             assert name in err and len(err.splitlines()) == 1
+
+
+def test_settings_in_a_notebook():
+    """What is not given is the preset's, or the default."""
+    s = train.Settings(lr=8e-4)
+    assert (s.lr, s.preset, s.width, s.rl_steps, s.learners) == (8e-4, "tiny", 96, 36, ["gspo", "grpo"])
+    s = train.Settings(lr=8e-4, preset="laptop-gpu", task="countdown")
+    assert (s.lr, s.width, s.rl_steps, s.group, s.max_new_tokens) == (8e-4, 256, 40, 16, 112)
+    s = train.Settings(lr=1, gspo_clip=(1, 0.5))
+    assert repr((s.lr, s.gspo_clip)) == "(1.0, [1.0, 0.5])"  # an int where a float is meant; a tuple for a list
+    s.learners.clear()
+    assert train.Settings().learners == ["gspo", "grpo"]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"rl_steps": "4"}, "--rl-steps: '4' is no int"),
+        ({"rl_steps": 4.5}, "--rl-steps: 4.5 is no int"),
+        ({"rl_steps": 4.0}, "--rl-steps: 4.0 is no int"),
+        ({"rl_steps": True}, "--rl-steps: True is no int"),
+        ({"rl_steps": [4]}, "--rl-steps: [4] is no int"),
+        ({"lr": "x"}, "--lr: 'x' is no float"),
+        ({"lr": True}, "--lr: True is no float"),
+        ({"lr": float("nan")}, "--lr: nan is not above 0"),
+        ({"out": 5}, "--out: 5 is no str"),
+        ({"task": []}, "--task: [] is no str"),
+        ({"task": "algebra"}, "--task: invalid choice: 'algebra' (choose from "),
+        ({"preset": "huge"}, "--preset: invalid choice: 'huge'"),
+        ({"dtype": "float16"}, "--dtype: invalid choice: 'float16'"),
+        ({"gspo_clip": 0.1}, "--gspo-clip: 0.1 is not a list like [0.003, 0.004]"),
+        ({"gspo_clip": [0.1]}, "--gspo-clip: [0.1] is not a list like"),
+        ({"gspo_clip": [0.1, 0.1, 0.1]}, "--gspo-clip: [0.1, 0.1, 0.1] is not a list like"),
+        ({"gspo_clip": [0.1, "0.1"]}, "--gspo-clip: '0.1' is no float"),
+        ({"gspo_clip": [0.1, None]}, "--gspo-clip: None is no float"),
+        ({"learners": "gspo"}, "--learners: 'gspo' is not a list like"),
+        ({"learners": []}, "--learners: [] is not a list like"),
+        ({"learners": ["gspo", "ppo"]}, "--learners: invalid choice: 'ppo'"),
+    ],
+)
+def test_settings_of_a_wrong_kind_are_one_line(wrong, message):
+    with pytest.raises(ValueError) as error:
+        train.Settings(**wrong)
+    assert str(error.value).startswith(message)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_settings_file_with_another_kind_of_value_is_not_resumed(finished, tmp_path, monkeypatch, capsys):
+    """It is refused in one line, and what is in the folder stays as it is."""
+    for path in finished.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = json.loads((finished / "settings.json").read_text(encoding="utf-8"))
+    for name, value in [
+        ("rl_steps", "4"),
+        ("rl_steps", 4.5),
+        ("rl_steps", True),
+        ("rl_steps", None),
+        ("lr", "1e-3"),
+        ("lr", None),
+        ("task", 1),
+        ("task", None),
+        ("learners", "gspo"),
+        ("learners", ["gspo", None]),
+        ("learners", None),
+        ("gspo_clip", [0.003]),
+        ("gspo_clip", {"low": 0.003, "high": 0.004}),
+        ("speed", 3),
+    ]:
+        (tmp_path / "settings.json").write_text(json.dumps(whole | {name: value}), encoding="utf-8")
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert run(monkeypatch, "--resume", tmp_path) == 2, (name, value)
+        done = capsys.readouterr()
+        assert len(done.err.strip().splitlines()) == 1 and done.out == ""
+        assert str(tmp_path) in done.err and name.replace("_", "-") in done.err
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_help_explains_every_flag(monkeypatch, capsys):

@@ -59,7 +59,8 @@ def test_resumed_after_a_crash_equals_uninterrupted(finished, tmp_path, monkeypa
 def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at):
     name, count = at
     module = imitate if name == "imitation_step" else train
-    calls, real = iter(range(10**9)), getattr(module, name)
+    calls = iter(range(10**9))
+    real = getattr(module, name)
 
     def crash(*args, **kwargs):
         if next(calls) == count:
@@ -83,7 +84,8 @@ def test_resumed_after_a_crash_between_saves(finished, tmp_path, monkeypatch, at
 )
 def test_a_signal_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys, name, count, number, code):
     module = imitate if name == "imitation_step" else train
-    calls, real = iter(range(10**9)), getattr(module, name)
+    calls = iter(range(10**9))
+    real = getattr(module, name)
 
     def ask(*args):
         if next(calls) == count:
@@ -109,7 +111,8 @@ def test_an_unfinished_run_is_not_overwritten(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_is_one_line_and_the_last_state_still_loads(finished, tmp_path, monkeypatch, capsys):
-    calls, real = iter(range(10**9)), os.fsync
+    calls = iter(range(10**9))
+    real = os.fsync
 
     def full(number):
         if next(calls) >= 8:

@@ -5,7 +5,7 @@
 
 Every kill is SIGKILL to the process, after a random share of the time that an undisturbed run takes; whether it hits the
 warm start, an update, an evaluation or a save is left to chance. The suite kills once; it also crashes runs at chosen
-file operations (test_train.py). Windows has no SIGKILL; there, `kill` ends a process as abruptly.
+file operations (test_resume.py). Windows has no SIGKILL; there, `kill` ends a process as abruptly.
 """
 
 import os
