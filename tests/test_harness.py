@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import TINY
 
 import harness
 import sample
 import train
 from model import ModelConfig, Transformer, checkpoint
+from sample import Rollout
 
 ROOT = Path(harness.__file__).parent
 
@@ -204,3 +206,65 @@ def test_side_by_side_keeps_order_and_raises():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+# Processes
+
+
+def rows(count=3, places=4):
+    """A batch with every kind of tensor that is gathered."""
+    tokens = torch.arange(count * places).view(count, places)
+    return Rollout(
+        tokens=tokens,
+        mask=tokens % 3 == 0,
+        logprobs=-tokens / 7,
+        entropy=tokens / 9,
+        routes=torch.arange(count * places * 4, dtype=torch.uint8).view(count, places, 2, 2),
+        lengths=torch.arange(count),
+    )
+
+
+def test_outside_processes_nothing_is_gathered():
+    batch = rows()
+    assert harness.gather(batch) is batch
+
+
+def test_the_rows_of_one_process_are_gathered_as_they_are():
+    """In values, shapes and dtypes, bool among them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gathered = harness.gather(rows())
+    finally:
+        dist.destroy_process_group()
+    for name, value in vars(rows()).items():
+        assert getattr(gathered, name).dtype == value.dtype
+        assert torch.equal(getattr(gathered, name), value), name
+
+
+# The optimizer
+
+
+def test_two_optimizer_steps_by_hand():
+    """AdamW with betas 0.9 and 0.95, eps 1e-8, no weight decay; a gradient longer than 1 is clipped, a shorter one not.
+
+    Two entries of the gradients are as small as eps, so that eps matters.
+    """
+    model = torch.nn.Linear(4, 1, bias=False)
+    start = torch.tensor([[3.0, -2.0, 1.0, 0.5]])
+    model.weight.data = start.clone()
+    trainable = harness.Trainable("tiny", model)
+    wanted = start.double()
+    m = torch.zeros(1, 4, dtype=torch.float64)
+    v = torch.zeros(1, 4, dtype=torch.float64)
+    for step, gradient, length, lr in [
+        (1, [3.0, -4.0, 2e-8, 0.0], 5.0, 0.1),
+        (2, [0.3, 0.4, -1e-8, 3e-8], 0.5, 0.05),
+    ]:
+        model.weight.grad = torch.tensor([gradient])
+        assert trainable.step(lr, torch.tensor(0.0)).item() == pytest.approx(length)
+        assert model.weight.grad is None
+        g = torch.tensor([gradient], dtype=torch.float64) / max(1.0, length)
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g**2
+        wanted = wanted - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(model.weight.data.double(), wanted, rtol=0, atol=2e-6)

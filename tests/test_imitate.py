@@ -9,14 +9,14 @@ from helpers import TINY, AdamWByHand, Crash, results, row_by_row, run, settings
 
 import harness
 import imitate
-from model import Transformer
+from model import Transformer, split_by_length
 
 
-@pytest.mark.parametrize("aux_coef, micro_tokens", [(0.01, 10**6), (0.0, 60)])
+@pytest.mark.parametrize("aux_coef, micro_tokens", [(0.01, 10**6), (0.5, 60)])
 def test_imitation_by_hand(aux_coef, micro_tokens):
-    """Steps 0 and 60 of 90: row by row, without packing or micro-batches, and with the optimizer's formula written out.
+    """Steps 0 and 60 of 90: row by row, without packing, and with the optimizer's formula written out.
 
-    The load-balance loss is one of each micro-batch, so it is compared where there is one.
+    The load-balance loss is one of each micro-batch, weighted by the micro-batch's share of the tokens.
     """
     s = settings("--aux-coef", str(aux_coef), "--micro-tokens", str(micro_tokens))
     torch.manual_seed(0)
@@ -27,12 +27,16 @@ def test_imitation_by_hand(aux_coef, micro_tokens):
         solutions, prompt_lengths = imitate.worked_solutions(s, step)
         rows = [row_by_row(model, *row) for row in zip(solutions, prompt_lengths)]
         loss = -torch.cat([logprobs for logprobs, _ in rows]).mean()
-        probs = torch.cat([p for _, p in rows])  # (N, L, E)
-        for p in probs.unbind(
-            1
-        ):  # the load-balance loss of each of two layers, with four experts, two of which are chosen
-            chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0)
-            loss = loss + aux_coef / 2 * 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
+        lengths = [len(solution) for solution in solutions]
+        parts = split_by_length(lengths, micro_tokens)
+        assert (len(parts) > 1) == (micro_tokens == 60)
+        for part in parts:
+            share = sum(lengths[row] for row in part) / sum(lengths)
+            probs = torch.cat([rows[row][1] for row in part])  # (N, L, E)
+            for p in probs.unbind(1):  # two layers; four experts, of which two are chosen
+                chosen = torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0)
+                balance = 4 * (chosen.mean(0) / 2 * p.mean(0)).sum()
+                loss = loss + aux_coef * share * balance / 2
         grads = torch.autograd.grad(loss, list(model.parameters()))
         norm = hand.step(dict(zip(hand.weights, grads)), lr)
         assert norm > 1, "the clipping must matter"
@@ -40,6 +44,18 @@ def test_imitation_by_hand(aux_coef, micro_tokens):
         imitate.imitation_step(trainable, s, step)
     assert trainable.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
     hand.assert_like(trainable, lr)
+
+
+def test_the_learning_rate_of_imitation(monkeypatch):
+    """It rises linearly over 100 steps, while it falls linearly to a tenth at the end."""
+    s = settings("--warm-steps", "400", "--warm-batch", "1")
+    torch.manual_seed(0)
+    trainable = harness.Trainable("warm", Transformer(s.model_config))
+    rates = []
+    monkeypatch.setattr(trainable, "step", lambda lr, loss: rates.append(lr / 2e-2))
+    for step in (0, 49, 99, 100, 200, 399):
+        imitate.imitation_step(trainable, s, step)
+    assert rates == pytest.approx([0.01, 0.444875, 0.77725, 0.775, 0.55, 0.10225])
 
 
 def test_a_second_run_takes_the_warm_start_from_the_folder(tmp_path, monkeypatch, capsys):
