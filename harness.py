@@ -174,6 +174,8 @@ def run_program(main):
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
+    except SystemExit as error:  # argparse leaves so after --help
+        code = error.code
     except UserError as error:
         code = error.code
         message = str(error)
@@ -195,10 +197,12 @@ def run_program(main):
     with suppress(OSError):  # the terminal may be gone
         if message:
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    try:
-        sys.stdout.flush()
-    except OSError:  # nobody reads any more: lest Python complain of that at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:  # it takes no more: lest Python try again at its end, complain and exit with 120
+            code = code or (141 if error.errno == errno.EPIPE else 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code:
         sys.exit(code)
 
@@ -600,8 +604,10 @@ def log(text=""):
     if rank() == 0:
         try:
             tqdm.write(text)
+            sys.stdout.flush()  # so that a log file too grows line by line
         except OSError as error:
             if error.errno != errno.EIO:  # that one says that the terminal was closed: the run is still to be saved
+                error.filename = "standard output"
                 raise
 
 
@@ -633,5 +639,6 @@ def sparkline(values, width=50):
     line = ""
     for i in range(bins):
         part = values[i * len(values) // bins : (i + 1) * len(values) // bins]
-        line += bars[min(7, int(8 * sum(part) / len(part)))]
+        mean = sum(part) / len(part)
+        line += bars[min(7, int(8 * mean))] if mean == mean else " "  # a blank for nan
     return line
