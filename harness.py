@@ -174,6 +174,8 @@ def run_program(main):
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
+    except SystemExit as error:  # argparse leaves so after --help
+        code = error.code
     except UserError as error:
         code = error.code
         message = str(error)
@@ -195,10 +197,12 @@ def run_program(main):
     with suppress(OSError):  # the terminal may be gone
         if message:
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    try:
-        sys.stdout.flush()
-    except OSError:  # nobody reads any more: lest Python complain of that at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:  # it takes no more: lest Python try again at its end, complain and exit with 120
+            code = code or (141 if error.errno == errno.EPIPE else 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code:
         sys.exit(code)
 
@@ -273,11 +277,21 @@ def under_torchrun():
 
 
 def rank():
-    return int(os.environ["RANK"]) if under_torchrun() else 0
+    return from_torchrun("RANK", at_least(0)) if under_torchrun() else 0
 
 
 def world_size():
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+    return from_torchrun("WORLD_SIZE", natural) if under_torchrun() else 1
+
+
+def from_torchrun(name, check):
+    """The number that torchrun put into this variable. Raises UserError where it cannot have done so."""
+    words, holds = check
+    value = os.environ[name]
+    if not value.isdecimal() or not holds(int(value)):
+        unset = " ".join(TORCHRUN)
+        raise UserError(f"{name} is {value!r}, not a number {words}: start with torchrun, or unset {unset}")
+    return int(value)
 
 
 def start_processes(device):
@@ -287,15 +301,19 @@ def start_processes(device):
         if found:
             log(f"note: {', '.join(found)} set, but not all that torchrun sets: ignored, this is one process")
         return device
-    if world_size() == 1:
-        return device
-    if device.type == "mps":
+    count = world_size()
+    on_this_machine = from_torchrun("LOCAL_WORLD_SIZE", natural)
+    if count > 1 and device.type == "mps":
         raise UserError("several processes cannot share an Apple GPU: add --device cpu")
-    if device.type == "cuda":
-        processes = int(os.environ["LOCAL_WORLD_SIZE"])  # of this machine
+    if count > 1 and device.type == "cuda" and on_this_machine > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
-        if processes > gpus:
-            raise UserError(f"{processes} processes, but {gpus} GPUs: start fewer, or add --device cpu")
+        raise UserError(f"{on_this_machine} processes, but {gpus} GPUs: start fewer, or add --device cpu")
+    # checked even for one process: one that takes itself for the second of one would say and save nothing
+    for name, highest in (("RANK", count), ("LOCAL_RANK", on_this_machine), ("MASTER_PORT", 65536)):
+        from_torchrun(name, between(0, highest - 1))
+    if count == 1:
+        return device
+    if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -404,6 +422,9 @@ def run_folder(folder, settings, resuming):
         settings = settings | {"out": str(folder)}
         check_same_settings(folder, settings)
         state = load_state(folder / "state.pt")
+        results = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
+        if state is None and results:  # of a copy without its largest file, say: to begin anew would overwrite them
+            raise UserError(f"{folder} holds {results} without a state.pt: choose another --out or delete it")
         finished = state is not None and state["phase"] == "done"
         if state is not None and not resuming and not finished:
             go_on = f"go on with {command('train.py', resume=folder)}, choose another --out or delete it"
@@ -501,7 +522,13 @@ def load_state(path):
     if not path.exists():
         return None
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            content = io.BytesIO(file.read())
+    except OSError as error:
+        error.filename = str(path)  # a failing read has none
+        raise
+    try:
+        state = torch.load(content, map_location="cpu", weights_only=True)
         if state["format"] == STATE_FORMAT:
             return state
     except Exception as error:  # torch.load raises whatever it stumbles on, by the kind of damage
@@ -577,8 +604,10 @@ def log(text=""):
     if rank() == 0:
         try:
             tqdm.write(text)
+            sys.stdout.flush()  # so that a log file too grows line by line
         except OSError as error:
             if error.errno != errno.EIO:  # that one says that the terminal was closed: the run is still to be saved
+                error.filename = "standard output"
                 raise
 
 
@@ -610,5 +639,6 @@ def sparkline(values, width=50):
     line = ""
     for i in range(bins):
         part = values[i * len(values) // bins : (i + 1) * len(values) // bins]
-        line += bars[min(7, int(8 * sum(part) / len(part)))]
+        mean = sum(part) / len(part)
+        line += bars[min(7, int(8 * mean))] if mean == mean else " "  # a blank for nan
     return line

@@ -77,12 +77,14 @@ def warm_start(settings, device, stop, state):
     if path.exists():
         log(f"warm start: taken from {path}")
         try:
-            model = load_model(path, device=device)[0].train()
+            model, metadata = load_model(path, device=device)
         except ValueError as error:
             raise UserError(str(error)) from error
         if model.config != settings.model_config:
             raise UserError(f"{path} has other sizes than this run: delete it, or choose another --out")
-        return model
+        if metadata != settings.metadata:
+            raise UserError(f"{path} was trained on other problems than this run's: delete it, or choose another --out")
+        return model.train()
 
     torch.manual_seed(settings.seed)
     trainable = harness.Trainable("warm", Transformer(settings.model_config).to(device))

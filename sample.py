@@ -235,8 +235,8 @@ def main(argv):
     options["temperature"] = args.temperature if args.temperature is not None else float(args.samples > 1)
     try:
         model, metadata = load_model(args.checkpoint, device=pick_device(args.device))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    except ValueError as error:  # it may quote what a damaged file holds
+        raise UserError(printable(str(error))) from error
     if metadata.get("special_tokens") != list(SPECIAL_TOKENS) or model.config.vocab_size != tokenizer.n_vocab:
         raise UserError(f"{args.checkpoint} was trained with another vocabulary")
     if metadata.get("task") not in list(TASKS):  # a list, since a damaged file may name what no dict could hold
