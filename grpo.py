@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """GRPO: one importance ratio per token (Shao et al., 2402.03300). Equation numbers are those of arXiv 2507.18071.
 
-`diff grpo.py gspo.py` is the lesson: the ratio, the objective, and the window, there nearly a thousand times narrower.
+`diff grpo.py gspo.py` is the lesson: the ratio, the objective, and the window, there hundreds of times narrower.
 `python grpo.py` shows it on numbers. To copy: this file needs nothing but torch.
 Letters: B sequences, T tokens, P prompts, G samples per prompt (the group).
 Not in the paper: std is the sample one (ddof 1), plus `eps`; a token's log-ratio is capped. Beyond the cap

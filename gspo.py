@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """GSPO: one importance ratio per sequence. Equation numbers are those of Zheng et al. (arXiv 2507.18071).
 
-`diff grpo.py gspo.py` is the lesson: the ratio, the objective, and the window, here nearly a thousand times narrower.
+`diff grpo.py gspo.py` is the lesson: the ratio, the objective, and the window, here hundreds of times narrower.
 `python gspo.py` shows it on numbers. To copy: this file needs nothing but torch.
 Letters: B sequences, T tokens, P prompts, G samples per prompt (the group).
 Not in the paper: std is the sample one (ddof 1), plus `eps`; the sequence's mean log-ratio is capped. Beyond the cap

@@ -42,7 +42,7 @@ def imitation_step(trainable, settings, step):
     parameters = list(trainable.model.parameters())
 
     def loss_and_gradients(rows):
-        """Of one micro-batch. The parts' losses and gradients add up to those of the whole batch."""
+        """Of one micro-batch. The parts add up to the whole batch, but for the load-balance loss: each has its own."""
         longest = max(lengths[row] for row in rows)
         padded = [solutions[row] + [PAD] * (longest - lengths[row]) for row in rows]
         tokens = torch.tensor(padded, device=trainable.device)

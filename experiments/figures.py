@@ -163,7 +163,7 @@ def two_regimes(ax, rows):
             ax.plot(steps, series.mean(0), color=color, ls=ls, label=f"{arm}, {words}")
             ax.fill_between(steps, *np.quantile(series, (0.25, 0.75), 0), color=color, alpha=0.2, lw=0)
     counts = [len(select(rows, lr=lr, updates=n, arm="gspo")) for lr, n in (("2e-4", "4"), ("8e-4", "8"))]
-    ax.set(title="They tie at the default rate; pushed to 8e-4 with\n8 updates both collapse, GSPO later", ylim=(0, 1))
+    ax.set(title="They tie at the default rate; pushed to 8e-4 with\n8 updates both collapse, GSPO less", ylim=(0, 1))
     ax.set(xlabel=f"step ({counts[0]} seeds, pushed {counts[1]}; band: the middle half)", ylabel="reward")
     ax.legend(loc="lower left", ncols=2)
 

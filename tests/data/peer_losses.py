@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Where `peer_losses.json` comes from: the losses of TRL and verl on shared inputs, computed by their own code.
 
-`tests/test_gspo.py` compares ours with it, so that the tests need neither library. To compute it again, from the
+`tests/test_losses.py` compares ours with it, so that the tests need neither library. To compute it again, from the
 repository's root, in an environment of its own (verl asks for older versions of packages that its losses never use):
 
     python -m venv peers
