@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message):
-        raise UserError(f"{message} (see --help)")
+        raise UserError(printable(f"{message} (see --help)"))
 
 
 def parse_settings(cls, argv, description):

@@ -102,6 +102,7 @@ def warm_start(settings, device, stop, state):
             seen += tokens
     except FloatingPointError as error:
         raise UserError(f"warm start, step {step + 1}: {error}; try a smaller --warm-lr", code=1) from error
-    log(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
+    if seen:  # of a run resumed after the last step there is no loss to tell
+        log(f"warm start: {seen} tokens in {time.perf_counter() - began:.0f} s, loss {loss:.3f}")
     harness.save(path, checkpoint(trainable.model, **settings.metadata))
     return trainable.model
