@@ -70,9 +70,9 @@ harness.run_program(train.main)
     assert kept["step"] == 1 and harness.load_state(tmp_path / "out" / "state.pt")["step"] == 0
 
 
-def test_killed_for_real_and_resumed():
+def test_killed_for_real_and_resumed(finished):
     """A short version of `python tests/stress/kill.py`."""
-    kill.kill_and_compare(1)
+    kill.kill_and_compare(1, finished, seconds=1)
 
 
 def test_processes_that_do_not_divide_the_problems_are_refused(tmp_path, monkeypatch, capsys):

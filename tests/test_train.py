@@ -89,14 +89,14 @@ def test_one_minibatch_makes_the_objectives_equal(tmp_path, monkeypatch, capsys)
     ],
 )
 def test_other_ways_to_run(tmp_path, monkeypatch, flags):
-    assert run(monkeypatch, *TINY, "--rl-steps", 2, "--out", tmp_path, *flags.split()) == 0
+    assert run(monkeypatch, *TINY, "--warm-steps", 30, "--rl-steps", 2, "--out", tmp_path, *flags.split()) == 0
     for name, rows in results(tmp_path).items():
         assert name.endswith(".pt") or name == "eval.csv" or [row["step"] for row in rows] == ["1", "2"]
 
 
 def test_reward_rises(tmp_path, monkeypatch):
     """Sums of two digits, seconds of imitation, seconds of RL."""
-    flags = "--layers 1 --warm-steps 80 --warm-think 0 --rl-steps 40 --prompts 8 --lr 2e-3 --gspo-clip 0.03 0.04"
+    flags = "--layers 1 --warm-steps 80 --warm-think 0 --rl-steps 25 --prompts 8 --lr 3e-3 --gspo-clip 0.03 0.04"
     assert run(monkeypatch, *TINY, *flags.split(), "--out", tmp_path) == 0
     for name in ("gspo", "grpo"):
         rewards = [float(row["reward"]) for row in results(tmp_path)[f"{name}.csv"]]

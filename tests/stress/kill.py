@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import TINY, results  # noqa: E402
 
-RUN = [*TINY, "--rl-steps", "5", "--save-every", "1"]  # a save after every step
+RUN = [*TINY, "--save-every", "1"]  # a save after every step
 
 
 def start(*argv):
@@ -31,24 +31,36 @@ def start(*argv):
 
 
 def start_or_resume(folder):
+    """A process that is about to do something: most of a short one is importing torch, and that is over."""
+    lock = folder / ".lock"
     started = (folder / "settings.json").exists()
-    return start("--resume", folder) if started else start(*RUN, "--out", folder)
+    lock.unlink(missing_ok=True)
+    process = start("--resume", folder) if started else start(*RUN, "--out", folder)
+    while process.poll() is None and not lock.exists():
+        time.sleep(0.01)
+    return process
 
 
-def kill_and_compare(kills, seed=None):
-    """Returns how many of the kills came before the run had ended. Raises AssertionError where anything differs."""
+def whole_run(folder):
+    """An undisturbed run. Returns its seconds, without those of importing torch."""
+    process = start_or_resume(folder)
+    began = time.perf_counter()
+    assert process.wait() == 0
+    return time.perf_counter() - began
+
+
+def kill_and_compare(kills, whole, seconds, seed=None):
+    """whole, seconds: an undisturbed run, and how long it took. Returns how many kills came before the run had ended.
+
+    Raises AssertionError where anything differs.
+    """
     rng = random.Random(seed)
     hits = 0
     with tempfile.TemporaryDirectory() as parent:
-        whole = Path(parent) / "whole"
         killed = Path(parent) / "killed"
-        began = time.perf_counter()
-        assert start(*RUN, "--out", whole).wait() == 0
-        duration = time.perf_counter() - began
         for _ in range(kills):
             process = start_or_resume(killed)
-            # Most of a short process is importing torch: aim behind that, ever further into what is left of the run
-            time.sleep(duration * (0.4 + 0.5 * rng.random()))
+            time.sleep(seconds * rng.random())
             hits += process.poll() is None
             process.kill()
             process.wait()
@@ -60,8 +72,10 @@ def kill_and_compare(kills, seed=None):
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     total = 0
-    for i in range(count):  # a fresh run for each, or the later ones would only hit what is left of it
-        kills = 1 + i % 2
-        total += kill_and_compare(kills, seed=i)
-        print(f"run {i + 1}: killed {kills}x, resumed: equal", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = whole_run(Path(folder))
+        for i in range(count):  # a fresh run for each, or the later ones would only hit what is left of it
+            kills = 1 + i % 2
+            total += kill_and_compare(kills, Path(folder), seconds, seed=i)
+            print(f"run {i + 1}: killed {kills}x, resumed: equal", flush=True)
     print(f"{total} kills hit a live run; every resumed run equals the undisturbed one")
