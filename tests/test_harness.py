@@ -74,7 +74,7 @@ def test_any_text_can_be_asked_and_any_answer_shown(checkpoint_file):
     for process in started:
         out, err = process.communicate(b"\n".join(lines))
         assert process.returncode == 0 and b"Traceback" not in err, err
-        assert out.count(b"correct]") + out.count(b"is right]") >= 8  # the first and the last were read as what they are
+        assert out.count(b"correct]") + out.count(b"is right]") >= 8  # the first and the last were read
         assert b"'1+2' is not" not in err and err.count(b"not a chain-sum problem") <= 2
 
 
