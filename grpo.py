@@ -17,10 +17,12 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=0.2, cli
     """Equation 2, negated to be minimised: the token-level objective. No KL penalty: 2507.18071 omits it.
 
     logprobs, old_logprobs: (B, T); at [:, t] the log-probability *of* token t, by the trained and the sampling policy.
+        Computed in float32 or better: what bfloat16 has lost cannot be brought back.
     advantages: (B,), one per sequence.
     mask: (B, T), 1 on response tokens, the end token included. Values elsewhere, even inf and nan, are ignored.
     clip_eps_low, clip_eps_high: the window [1 - low, 1 + high]; defaults from section 5.1 of the paper.
-    num_sequences: the divisor. Default: the rows with a response token. For a part of a batch, pass the whole's count.
+    num_sequences: the divisor. Default: the rows with a response token (TRL: all rows). For a part of a batch, pass
+        the whole's count and add the losses up; metrics of parts do not add up to those of the whole.
     Returns (loss, metrics): the mean over sequences; a dict of detached scalars. Raises ValueError on other shapes.
     Without any response token, or any row, the loss and its gradient are 0, and the ratios in the metrics are 1.
     """

@@ -122,16 +122,16 @@ CONTROLS = (
 )
 
 
-def by_seed(rows, arm, column):
-    """{seed: (hash of the warm start, value)}"""
-    return {int(row["seed"]): (row["start"], float(row[column])) for row in select(rows, arm=arm)}
+def paired(first, second, column):
+    """{seed: difference} of two arms' rows, of the seeds that both have run from the same start."""
+    start, other_start = ({int(row["seed"]): row.get("start") for row in rows} for rows in (first, second))
+    value, other_value = ({int(row["seed"]): float(row[column]) for row in rows} for rows in (first, second))
+    common = [seed for seed in sorted(value) if seed in other_value and start[seed] == other_start[seed]]
+    return {seed: value[seed] - other_value[seed] for seed in common}
 
 
 def gap(rows, arms, column):
-    """{seed: difference}, of the seeds that both arms have run from the same start."""
-    first, second = (by_seed(rows, arm, column) for arm in arms)
-    common = [seed for seed in sorted(first) if seed in second and first[seed][0] == second[seed][0]]
-    return {seed: first[seed][1] - second[seed][1] for seed in common}
+    return paired(*(select(rows, arm=arm) for arm in arms), column)
 
 
 def differences(claim, column=MEASURE):

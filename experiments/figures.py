@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The figures of the sweeps, and the curves of any run. Needs numpy and matplotlib.
 
-    python experiments/figures.py edge       writes experiments/figures/edge.svg; without a name: all figures
+    python experiments/figures.py pushed     writes experiments/figures/pushed.svg; without a name: all that have rows
     python experiments/figures.py out/RUN    writes curves.svg into the folder of a run
 
 GSPO is blue, GRPO orange, and nothing else has these colours (of Okabe and Ito, for all eyes). Text and axes are grey,
-on no ground of their own: they can be read on light pages and on dark ones.
+on no ground of their own: they can be read on light pages and on dark ones. A dot is a run, a dash or a line the mean.
 """
 
 import sys
@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rows import groups, mean, read, refuse, select, values
-from tables import paired, rows_of
+from claims import MEASURE
+from rows import RESULTS, groups, load, mean, read, refuse, select, values
+from tables import UNITS, split
 
 try:
     import matplotlib
@@ -27,19 +28,16 @@ BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREY = "#7f7f7f"
 OTHERS = ("#009E73", "#CC79A7", "#E69F00", GREY)
+HOLLOW = {"mfc": "none"}
 LOOKS = {  # of what is not here, one of the other colours
-    "gspo": {"color": BLUE}, "grpo": {"color": ORANGE}, "grpo, narrow": {"color": OTHERS[0], "ls": "--"},
-    "gspo+replay": {"color": BLUE, "ls": ":"}, "grpo+replay": {"color": ORANGE, "ls": ":"},
+    "gspo": {"color": BLUE}, "grpo": {"color": ORANGE},
+    "gspo+replay": {"color": BLUE} | HOLLOW, "grpo+replay": {"color": ORANGE} | HOLLOW,
+    "gspo, recomputed": {"color": BLUE} | HOLLOW, "grpo, recomputed": {"color": ORANGE} | HOLLOW,
 }  # fmt: skip
 WHY = {
     "gspo, both halves": {"color": BLUE}, "gspo, clips wrong answers": {"color": BLUE, "ls": "--"},
     "gspo, clips right answers": {"color": BLUE, "ls": ":"}, "gspo, never clips": {"color": OTHERS[1]},
     "grpo, never clips": {"color": ORANGE},
-}  # fmt: skip
-LABELS = {
-    "lr": "learning rate", "updates": "updates per step", "window": "tokens clipped, % (0.001: none)",
-    "experts": "experts", "length": "tokens in a response", "after": "held-out accuracy", "coherence": "coherence",
-    "cosine": "cosine with a large fresh gradient", "q99": "99th percentile of |log w|",
 }  # fmt: skip
 matplotlib.rcParams.update({
     "font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -50,87 +48,48 @@ matplotlib.rcParams.update({
 
 def seeds(rows):
     """How many seeds each setting has: "5 seeds", or "5 to 20 seeds"."""
-    columns = [column for column in ("arm", "lr", "window", "updates", "experts") if column in rows[0]]
-    counts = [len(groups(here, "seed")) for here in groups(rows, *columns).values()]
+    counts = [len(groups(here, "seed")) for here in groups(rows, "arm").values()]
     return f"{min(counts)} seeds" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"
 
 
 # A panel draws rows on axes.
 
 
-def dots(x, series, title, ax, rows, column="after", place=None, scale="linear", joined=False, **where):
-    """At each value of x (columns), of each of a series side by side: its seeds as dots, their mean as a dash.
-
-    joined: a line through the means instead. place: where on the x-axis some rows are; without it, evenly.
-    """
-    rows = select(rows, **where)
-    ticks = list(groups(rows, *x))
-    names = list(groups(rows, series))
-    for i, (name,) in enumerate(names):
-        here = groups(select(rows, **{series: name}), *x)
-        shift = (0.2 if joined else 0.6) / len(names) * (i - (len(names) - 1) / 2)
-        at = [place(some) if place else ticks.index(key) + shift for key, some in here.items()]
-        by_seed = [list(values(some, column).values()) for some in here.values()]
-        look = LOOKS.get(name, {"color": OTHERS[i % 4]}) | ({} if joined else {"ls": "", "marker": "_", "ms": 12})
-        ax.plot(at, [np.mean(some) for some in by_seed], label=name, **look)
-        for spot, some in zip(at, by_seed):
-            ax.plot([spot] * len(some), some, ".", color=look["color"], alpha=0.5, ms=5)
-    if column == "after":
-        ax.axhline(mean(rows, "before"), color=GREY, lw=1, label="before RL")
-        ax.set_ylim(0, 1)
-    if place:
-        ax.set_xscale(scale)
-    else:
-        texts = ["\n".join(key).replace(", ", "\n") for key in ticks]
-        ax.set_xticks(range(len(ticks)), texts, fontsize=7 if len(ticks) > 6 else 9)
-    ax.set(title=f"{title} ({seeds(rows)})", xlabel=LABELS.get(x[0], ""), ylabel=LABELS[column])
+def dots(x, series, ax, rows, title, label="", column=MEASURE, ylabel="mean reward", names=None):
+    """At each value of the column x, of each of a series side by side: its seeds as dots, their mean as a dash."""
+    ticks = [key for (key,) in groups(rows, x)]
+    names = names or [name for (name,) in groups(rows, series)]
+    for i, name in enumerate(names):
+        look = {"color": OTHERS[i % 4]} | LOOKS.get(name, {})
+        for spot, tick in enumerate(ticks):
+            some = list(values(rows, column, **{x: tick, series: name}).values())
+            if some:
+                at = spot + 0.7 / len(names) * (i - (len(names) - 1) / 2)
+                first = ax.plot([at] * len(some), some, "o", ms=3.5, mew=0.8, **look)
+                ax.plot([at], [np.mean(some)], "_", ms=15, mew=2, color=look["color"])
+        first[0].set_label(name)
+    ax.set_xticks(range(len(ticks)), ticks)
+    ax.set(title=f"{title}\n({seeds(rows)})", xlabel=label, ylabel=ylabel, xlim=(-0.5, len(ticks) - 0.5))
 
 
 def curves(column, title, ax, rows, looks=LOOKS, **axis):
     """A column over the steps, the mean of the seeds, for each arm, or for those that `looks` names."""
-    for i, ((arm,), here) in enumerate(groups(rows, "arm").items()):
+    for (arm,), here in groups(rows, "arm").items():
         if arm in looks or looks is LOOKS:
-            lines = [row[f"{column}_by_step"].split() for row in here]
-            shortest = min(map(len, lines))
-            series = np.array([line[:shortest] for line in lines], float)
-            look = looks.get(arm, {"color": OTHERS[i % 4]})
-            ax.plot(range(1, shortest + 1), np.nanmean(series, 0), label=arm, **look)
+            series = np.array([row[f"{column}_by_step"].split() for row in here], float)
+            look = {name: value for name, value in looks.get(arm, {}).items() if name != "mfc"}
+            ax.plot(range(1, series.shape[1] + 1), series.mean(0), label=arm, **look)
     ax.set(title=f"{title} (mean of {seeds(rows)})" if "seed" in rows[0] else title, xlabel="step", **axis)
 
 
-def gap(a, b, x, ax, rows, **look):
-    """The paired difference of two arms, and its interval."""
-    middle, low, high = paired(values(rows, arm=a), values(rows, arm=b))
-    ax.errorbar(x, middle, [[middle - low], [high - middle]], ls="", ms=4, capsize=3, **look)
-    ax.axhline(0, color=GREY, lw=1)
-
-
-def edge_gaps(ax, rows):
-    rates = groups(rows, "lr")
-    for i, (a, b) in enumerate((("grpo, narrow", "grpo"), ("gspo", "grpo"), ("grpo+replay", "grpo"))):
-        for j, here in enumerate(rates.values()):
-            gap(a, b, j + 0.2 * (i - 1), ax, here, color=OTHERS[i], marker="o", label=f"{a} − {b}")
-    ax.set_xticks(range(len(rates)), [lr for (lr,) in rates])
-    ax.set(title=f"Paired differences, 95% intervals ({seeds(rows)})", xlabel="learning rate")
-
-
-def staleness_gaps(ax, rows):
-    looks = dict(zip(("2", "4", "8", "16"), zip(OTHERS, "os^D")))
-    for (_, updates), here in groups(rows, "lr", "updates").items():
-        if updates in looks:
-            color, marker = looks[updates]
-            x = mean(here, "mean_log_ratio_std", arm="grpo")
-            gap("gspo", "grpo", x, ax, here, color=color, marker=marker, label=f"{updates} updates")
-    ax.set(xscale="log", xlabel="spread of the token ratios (sd log w, grpo)", title=f"gspo − grpo ({seeds(rows)})")
-
-
-def coherence(ax, rows):
-    title = "Is the mean over a response noise?"
-    place = partial(mean, column="mean_length")
-    dots(["length"], "lr", title, ax, rows, "coherence", place, joined=True, experts="8", updates="4")
-    x = np.linspace(2, 60)
-    ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
-    ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
+def banded(ax, rows, title, groups_of):
+    """Reward over the steps: mean, and as a band the middle half of the seeds. groups_of: {label: (rows, look)}."""
+    for label, (here, look) in groups_of.items():
+        series = np.array([row["reward_by_step"].split() for row in here], float)
+        steps = range(1, series.shape[1] + 1)
+        ax.plot(steps, series.mean(0), label=label, **look)
+        ax.fill_between(steps, *np.quantile(series, (0.25, 0.75), 0), color=look["color"], alpha=0.2, lw=0)
+    ax.set(title=title, ylim=(0, 1), ylabel="reward")
 
 
 def windows(ax, rows):
@@ -154,56 +113,107 @@ def windows(ax, rows):
 
 
 def two_regimes(ax, rows):
-    """Reward over the steps: mean and band, that of the middle half of the seeds."""
-    for lr, updates, ls, words in (("2e-4", "4", "-", "default"), ("8e-4", "8", "--", "pushed")):
-        for arm, color in (("gspo", BLUE), ("grpo", ORANGE)):
-            here = select(rows, lr=lr, updates=updates, arm=arm)
-            series = np.array([row["reward_by_step"].split() for row in here], float)
-            steps = range(1, series.shape[1] + 1)
-            ax.plot(steps, series.mean(0), color=color, ls=ls, label=f"{arm}, {words}")
-            ax.fill_between(steps, *np.quantile(series, (0.25, 0.75), 0), color=color, alpha=0.2, lw=0)
-    counts = [len(select(rows, lr=lr, updates=n, arm="gspo")) for lr, n in (("2e-4", "4"), ("8e-4", "8"))]
-    ax.set(title="They tie at the default rate; pushed to 8e-4 with\n8 updates both collapse, GSPO less", ylim=(0, 1))
-    ax.set(xlabel=f"step ({counts[0]} seeds, pushed {counts[1]}; band: the middle half)", ylabel="reward")
+    lines = {}
+    for file, words, ls in (("tuned", "at its best rate", "-"), ("pushed", "pushed", "--")):
+        for arm in ("gspo", "grpo"):
+            lines[f"{arm}, {words}"] = (select(rows, file=file, arm=arm), LOOKS[arm] | {"ls": ls})
+    banded(ax, rows, "They tie at their best rate; pushed to 8e-4 with\n8 updates both collapse, GSPO less", lines)
+    counts = [len(select(rows, file=file, arm="gspo")) for file in ("tuned", "pushed")]
+    ax.set_xlabel(f"step ({counts[0]} seeds, pushed {counts[1]}; band: the middle half)")
     ax.legend(loc="lower left", ncols=2)
 
 
-def clipped(rows):
-    """Per cent of the tokens; where there is none, 0.001."""
-    return max(100 * mean(rows, "mean_clip_frac"), 1e-3)
+def widths(regime, title, ax, rows):
+    """Mean reward against the window's width: seeds as dots, a line through the means."""
+    rows = select(split(rows, "regime", "objective", "lr", "width"), regime=regime)
+    for (name,), here in groups(rows, "objective").items():
+        by_width = {float(width[1:]): list(values(some, MEASURE).values())
+                    for (width,), some in groups(here, "width").items()}  # fmt: skip
+        ax.plot(by_width.keys(), [np.mean(some) for some in by_width.values()], label=name, **LOOKS[name])
+        for width, some in by_width.items():
+            ax.plot([width] * len(some), some, ".", color=LOOKS[name]["color"], alpha=0.5)
+    ax.set(title=f"{title}\n({seeds(rows)})", xscale="log", xlabel="window, times the default", ylabel="mean reward")
+    ax.set_ylim(0.2, 0.9)
 
 
-SOURCE = {"lesson": "staleness"}  # whose rows a figure shows, where not those of its own name
-FIGURES = {  # of each sweep: the width, and the panels
-    "lesson": (9, [windows, two_regimes]),
-    "edge": (11, [partial(dots, ["lr"], "arm", "Where each breaks", joined=True), edge_gaps]),
-    "slow": (9, [partial(curves, "reward", "reward at 4e-4"), partial(curves, "entropy", "entropy at 4e-4")]),
-    "unit": (6.5, [partial(dots, ["tail"], "head", "The ratio's unit, and the clip's, at 8e-4", sweep="unit")]),
-    "window": (9, [
-        partial(dots, ["window"], "arm", f"learning rate {lr}", place=clipped, scale="log", joined=True, lr=lr)
-        for lr in ("2e-4", "8e-4")
-    ]),
-    "why": (12, [
+def apart(ax, rows):
+    found = []
+    for unit in UNITS:
+        for clip in UNITS:
+            cell = select(rows, arm=f"{unit} ratio, {clip} clip")
+            found += [row | {"unit": f"{unit} ratio", "clip": f"{clip} clip"} for row in cell]
+    dots("clip", "unit", ax, found, "TITLE")
+
+
+def pushed_curves(ax, rows):
+    lines = {arm: (select(rows, arm=arm), LOOKS[arm]) for arm in ("gspo", "grpo")}
+    banded(ax, rows, "TITLE", lines)
+    ax.set_xlabel(f"step ({seeds(select(rows, arm='gspo'))}; band: the middle half)")
+
+
+def experts(ax, rows):
+    rows = sorted(split(rows, "learner", "experts"), key=lambda row: int(row["experts"].split()[0]))
+    dots("experts", "learner", ax, rows, "TITLE")
+
+
+def length(ax, rows):
+    dots("words", "learner", ax, split(rows, "learner", "words"), "TITLE", "random words after each step")
+
+
+def sampler(window, title, ax, rows):
+    rows = select(split(rows, "learner", "window", "sampler", "old"), window=f"{window} window")
+    for row in rows:
+        row["series"] = row["learner"] + (", recomputed" if row["old"] == "recompute" else "")
+    dots("sampler", "series", ax, rows, title)
+    ax.set_ylim(0.3, 0.9)
+
+
+def tails(ax, rows):
+    found = []
+    for row in select(rows, updates="8"):
+        kind = f"{row['tokens']} experts" + (", replayed" if row["replay"] == "1" else "")
+        if "experts" in row["world"] and row["q99"] != "nan":
+            found.append(row | {"kind": kind, "arm": row["world"] + kind})
+    dots("world", "kind", ax, found, "TITLE", column="q99", ylabel="99th percentile of |log w|")
+
+
+def coherence(ax, rows):
+    rows = [row for row in select(rows, updates="8") if row["world"] in ("8 experts", "4 words", "8 words")]
+    for i, ((world,), here) in enumerate(groups(rows, "world").items()):
+        bins = groups(here, "length").values()
+        x = [mean(some, "mean_length") for some in bins]
+        ax.plot(x, [mean(some, "coherence") for some in bins], color=OTHERS[i], label=world)
+        for at, some in zip(x, bins):
+            numbers = values(some, "coherence").values()
+            ax.plot([at] * len(numbers), numbers, ".", color=OTHERS[i], alpha=0.5)
+    x = np.geomspace(2, max(mean(some, "mean_length") for some in groups(rows, "length").values()))
+    ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
+    ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
+    ax.set(title="TITLE", xlabel="tokens in a response", ylabel="coherence", xscale="log", yscale="log")
+
+
+def cosines(ax, rows):
+    found = [row | {"arm": row["world"] + row["gradient"]} for row in rows]
+    dots("gradient", "world", ax, found, "TITLE", column="cosine", ylabel="cosine with a large fresh gradient")
+
+
+FIGURES = {  # of each: the files whose rows it shows, the width, and the panels
+    "lesson": (("tuned", "pushed"), 9, [windows, two_regimes]),
+    "choices": (("choices",), 9, [
+        partial(widths, "pushed", "TITLE"), partial(widths, "coarse", "TITLE")]),
+    "pushed": (("pushed",), 10, [pushed_curves, apart]),
+    "experts": (("experts",), 7, [experts]),
+    "length": (("length",), 7, [length]),
+    "sampler": (("sampler",), 12, [partial(sampler, "default", "TITLE"), partial(sampler, "best", "TITLE")]),
+    "routing": (("routing",), 7, [tails]),
+    "ratio": (("ratio",), 6.5, [coherence]),
+    "cosine": (("cosine",), 8, [cosines]),
+    "why": (("why",), 12, [
         partial(curves, "reward", "reward", looks=WHY),
         partial(curves, "wrong_lost", "wrong tokens that lost e-fold", looks=WHY),
         partial(curves, "entropy", "entropy, nats", looks=WHY),
     ]),
-    "staleness": (14, [
-        *(partial(dots, ["updates"], "arm", f"learning rate {lr}", joined=True, lr=lr)
-          for lr in ("2e-4", "4e-4", "8e-4")),
-        staleness_gaps,
-    ]),
-    "precision": (13, [
-        partial(dots, ["middle", "last"], "head", f"learning rate {lr}", lr=lr) for lr in ("2e-4", "8e-4")
-    ]),
-    "routing": (9, [
-        partial(dots, ["experts"], "kind", f"learning rate {lr}", column="q99", updates="4", lr=lr)
-        for lr in ("2e-4", "8e-4")
-    ]),
-    "ratio": (6.5, [coherence]),
-    "cosine": (6.5, [partial(dots, ["gradient"], "lr", "Whose correction corrects?", column="cosine", experts="8")]),
-    "longer": (6.5, [partial(dots, ["lr"], "arm", "Sums of two to ten numbers")]),
-    "countdown": (9, [partial(curves, "reward", "reward"), partial(curves, "length", "length")]),
+    "countdown": (("countdown",), 9, [partial(curves, "reward", "reward"), partial(curves, "length", "length")]),
 }  # fmt: skip
 OF_A_RUN = [
     partial(curves, "reward", "reward"), partial(curves, "think_frac", "share that thinks"),
@@ -236,10 +246,13 @@ def rows_of_run(folder):
 
 
 def main(names):
-    for asked in names or FIGURES:
-        if asked.removeprefix("quick-") in FIGURES:
-            path = Path(__file__).parent / "figures" / f"{asked}.svg"
-            draw(*FIGURES[asked.removeprefix("quick-")], rows_of(SOURCE.get(asked, asked)), path)
+    there = [name for name, (files, _, _) in FIGURES.items() if all((RESULTS / f"{x}.csv").exists() for x in files)]
+    for asked in names or there:
+        name = asked.removeprefix("quick-")
+        if name in FIGURES:
+            files, width, panels = FIGURES[name]
+            rows = [row | {"file": file} for file in files for row in load(asked.removesuffix(name) + file)]
+            draw(width, panels, rows, Path(__file__).parent / "figures" / f"{asked}.svg")
         elif rows := rows_of_run(Path(asked)):
             draw(13, OF_A_RUN, rows, Path(asked) / "curves.svg")
         else:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MORE_SEEDS = ("edge", "staleness", "longer")  # sweeps of which `seeds` has some runs with more seeds
 PROBES = ("routing", "ratio", "cosine")
 
 
@@ -48,12 +47,6 @@ def load(name):
     rows = read(RESULTS / f"{name}.csv")
     if not rows:
         refuse(f"{name} has no rows, run it first: {command(name)}")
-    if name in MORE_SEEDS:
-        arms = {work(row)[:-1]: row["arm"] for row in rows}
-        known = {work(row) for row in rows}
-        for row in read(RESULTS / "seeds.csv"):
-            if work(row)[:-1] in arms and work(row) not in known:
-                rows.append(row | {"arm": arms[work(row)[:-1]]})
     return rows
 
 
@@ -65,12 +58,6 @@ def command(name):
     if name == "bench" or name in PROBES:
         return f"python experiments/{'bench' if name == 'bench' else 'probe'}.py"
     return f"python experiments/run.py {sweep}" + ("" if sweep == name else " --quick")
-
-
-def work(row):
-    """What was run, whatever it is called, its seed last: rows of the same work are the same run. Values or texts."""
-    numbers = [f"{float(row[name]):.5g}" for name in ("lr", "low", "high", "steps", "seed")]
-    return (row["learner"], row["variant"], *numbers)
 
 
 def select(rows, **chosen):
@@ -93,7 +80,7 @@ def mean(rows, column, **chosen):
     return statistics.mean(numbers) if numbers else float("nan")  # exact: equal numbers have that mean
 
 
-def values(rows, column="after", **chosen):
+def values(rows, column, **chosen):
     """{seed: mean of the column} over the rows that have these values. A sweep has one row for each seed."""
     return {int(seed): mean(here, column) for (seed,), here in groups(select(rows, **chosen), "seed").items()}
 

@@ -1,237 +1,161 @@
 # SPDX-License-Identifier: MIT
 """The tables of the sweeps, from the rows in experiments/results alone. Needs numpy.
 
-    python experiments/tables.py edge          quick-edge: of the rows that --quick made; without a name: all tables
+    python experiments/tables.py pushed        quick-pushed: of the rows that --quick made; without a name: all tables
 
-Accuracies are sampled, over some 800 held-out problems of three and more terms. A difference is taken seed by seed; in
-brackets its 95% interval, by bootstrap over the seeds (10,000 resamples). With five seeds it is too narrow: it holds
-the truth in 85% of cases, and at the edge of stability it misled us (`seeds`).
+A cell is the mean over the seeds, and in parentheses the lowest and the highest. A difference is taken seed by seed
+between runs from the same warm start; behind it stands on how many seeds it is above 0. Intervals and verdicts stand in
+the table of claims alone (`claims.py`): what is looked at in passing gets none.
 """
 
 import sys
 from functools import partial
 
 import numpy as np
+from claims import BESIDE, MEASURE, paired, signed
 from rows import PROBES, accuracy, groups, load, mean, refuse, select, values
 
-
-def spread(by_seed):
-    """Mean, smallest, largest."""
-    numbers = list(by_seed.values())
-    return f"{np.mean(numbers):.3f} ({min(numbers):.2f}–{max(numbers):.2f})" if numbers else "–"
+# Cells: functions of the rows of a line.
 
 
-def paired(a, b):
-    """Mean difference over the seeds that both have, and its 95% bootstrap interval: (mean, low, high)."""
-    differences = np.array([a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())])
-    if len(differences) == 0:
-        return (np.nan, np.nan, np.nan)
-    draws = np.random.default_rng(0).integers(0, len(differences), (10_000, len(differences)))
-    return (differences.mean(), *np.quantile(differences[draws].mean(1), (0.025, 0.975)))
+def spread(column=MEASURE, **chosen):
+    """Mean over the seeds, lowest, highest."""
+
+    def cell(rows):
+        numbers = list(values(rows, column, **chosen).values())
+        return f"{np.mean(numbers):.3f} ({min(numbers):.2f}–{max(numbers):.2f})" if numbers else "–"
+
+    return cell
 
 
-def difference(a, b):
-    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*paired(a, b)) if a.keys() & b.keys() else "–"
+def number(column, form, **chosen):
+    """The mean over all rows, in this form; "–" where there are none."""
+
+    def cell(rows):
+        value = mean(rows, column, **chosen)
+        return f"{value:{form}}" if value == value else "–"
+
+    return cell
 
 
-def rank_correlation(x, y):
-    """Spearman's: of the ranks, where equal values share the mean of theirs."""
-    ranks = [(v[:, None] > v).sum(1) + (v[:, None] == v).sum(1) / 2 for v in (np.array(x), np.array(y))]
-    return np.corrcoef(*ranks)[0, 1]
+def lead(first, second, column=MEASURE):
+    """How much higher the rows of `first` (a dict of what they have in their columns) stand than those of `second`."""
+
+    def cell(rows):
+        differences = list(paired(select(rows, **first), select(rows, **second), column).values())
+        if not differences:
+            return "–"
+        ahead = sum(difference > 0 for difference in differences)
+        return f"{signed(np.mean(differences))} ({ahead} of {len(differences)})"
+
+    return cell
 
 
-# Rows, with what their tables and figures tell them apart by
+def arms(first, second, column=MEASURE):
+    return lead({"arm": first}, {"arm": second}, column)
 
 
-def readable(row):
-    """With the rate as it is typed, the window as text, and the arm's name in parts: head, tail; head, middle, last."""
-    if "lr" in row:
-        row = row | {"lr": f"{float(row['lr']):.1e}".replace(".0e", "e").replace("e-0", "e-")}
-    if "low" in row:  # run.py writes 1e9 for half a window that nothing leaves
-        row = row | {"window": f"−{float(row['low']):g} +{float(row['high']):g}".replace("1e+09", "never")}
-    head, _, tail = row.get("arm", row.get("gradient", "")).partition(", ")
-    middle, _, last = tail.partition(", ")
-    return row | {"head": head, "tail": tail, "middle": middle, "last": last}
-
-
-def efficiency(sweep):
-    """At the rate that was best for each objective on the seeds of choice."""
-    found = []
-    for arm in ("gspo", "grpo"):
-        rates = groups(select(sweep("choose"), arm=f"{arm}, rate"), "lr")
-        (best,) = max(rates, key=lambda lr: mean(rates[lr], "after"))
-        found += select(sweep("edge"), arm=arm, lr=best)
-    return found
-
-
-def staleness(sweep):
-    """By rate and updates. At other rates, `edge` has the runs with four updates."""
-    rows = sweep("staleness")
-    rates = groups(rows, "lr")
-    rows += [row for row in sweep("edge") if row["arm"] in ("gspo", "grpo") and (row["lr"],) not in rates]
-    rows = [row | {"arm": row["head"], "updates": row["tail"].removesuffix(" updates") or "4"} for row in rows]
-    return sorted(rows, key=lambda row: (float(row["lr"]), int(row["updates"])))
-
-
-def routing(sweep):
-    """By rate. kind: whether a token's experts changed, and whether those of the sampler were replayed."""
-    kinds = {"0": "experts {tokens}", "1": "{tokens}, replayed"}
-    rows = [row | {"kind": kinds[row["replay"]].format(**row)} for row in sweep("routing")]
-    return sorted(rows, key=lambda row: float(row["lr"]))
-
-
-def laptop(sweep):
-    """One row for each learner."""
-    rows = []
-    for learner in ("gspo", "grpo"):
-        row = {"learner": learner}
-        for stage in ("before", "after"):
-            results = select(sweep("laptop-gpu/eval"), learner=learner, stage=stage)
-            row |= {f"{stage} {way}": f"{accuracy(results, way):.3f}" for way in ("sampled", "greedy")}
-        first, *_, last = sweep(f"laptop-gpu/{learner}")
-        row["thinks"] = " → ".join(f"{float(step['think_frac']):.0%}" for step in (first, last))
-        row["tokens"] = " → ".join(f"{float(step['length']):.0f}" for step in (first, last))
-        rows.append(row)
-    return rows
-
-
-GOALS = {  # of the ratio, or of what is measured
-    "default_run": "130 s", "sample_natural": "3", "peak_memory": "at most 0.5", "rl_step_natural": "6",
-    "laptop_step": "3", "warm_start": "2", "second_core": "1.6",
-    "moe_e64_over_e8": "at most 1.5", "flop_bound": "at most 2",
+GSPO_GRPO = {"gspo − grpo": arms("gspo", "grpo")}
+MEASURES = {
+    "mean reward": spread(MEASURE), "best six": spread("best_six"), "accuracy": spread("accuracy"),
+    "clipped": number("mean_clip_frac", ".1%"),
 }  # fmt: skip
 
 
-def bench(sweep):
-    rows = []
-    for row in sweep("bench"):
-        ratio = "{ratio_median} ({ratio_min} to {ratio_max})".format(**row) if row["ratio_median"] else ""
-        rows.append(row | {"name": f"`{row['part']}`", "ratio": ratio, "goal": GOALS.get(row["part"], "")})
-    return rows
+# Tables: lists of lines, first the head.
 
 
-ROWS = {  # where they are not those of one file, as they are there
-    "efficiency": efficiency,
-    "unit": lambda sweep: sweep("unit") + select(sweep("edge"), lr="8e-4"),
-    "staleness": staleness,
-    "routing": routing,
-    "laptop": laptop,
-    "bench": bench,
-}
-
-
-def rows_of(asked):
-    """The rows that the tables and the figure of a sweep show; of quick-NAME, the quick ones. Else ends the program."""
-    name = asked.removeprefix("quick-")
-    if name not in TABLES or (name != asked and name in (*PROBES, "laptop", "bench")):
-        refuse(f"there is no sweep {asked}, only {', '.join(TABLES)}, and quick-NAME of those that run.py makes")
-
-    def sweep(file):
-        return [readable(row) | {"sweep": file} for row in load(asked.removesuffix(name) + file)]
-
-    return ROWS[name](sweep) if name in ROWS else sweep(name)
-
-
-def table(by, cells, rows, minus=False, **where):
-    """A list of lines, first the head: a line for each group of the rows with the values `where`.
-
-    by: {column that tells the groups apart: heading}. minus: with one more line, for GSPO minus GRPO.
-    """
-    rows = select(rows, **where)
-    lines = [[*by.values(), *(heading for heading, _ in cells)]]
-    for key, here in groups(rows, *by).items():
-        lines.append([*key, *(what(here) if callable(what) else text(here, rows, **what) for _, what in cells)])
-    if minus:
-        gaps = [text(rows, rows, **what | {"arm": "gspo", "minus": "grpo"}) for _, what in cells]
-        lines.append(["gspo − grpo", *[""] * (len(by) - 1), *gaps])
+def table(by, cells, rows, **where):
+    """A line for each group of the rows with the values `where`. by: {column that tells them apart: its heading}."""
+    lines = [[*by.values(), *cells]]
+    for key, here in groups(select(rows, **where), *by).items():
+        lines.append([*key, *(cell(here) for cell in cells.values())])
     return lines
 
 
-def cell(heading, column="after", form="", **more):
-    """(heading, what `text` takes)."""
-    return heading, {"column": column, "form": form, **more}
+def leads(pairs, rows):
+    """A line for each pair of arms, on all three measures. pairs: {words: (arm, arm)}."""
+    lines = [["difference", "mean reward", "best six", "accuracy"]]
+    for words, pair in pairs.items():
+        lines.append([words, *(arms(*pair, column)(rows) for column in (MEASURE, *BESIDE))])
+    return lines
 
 
-def gap(a, b):
-    return cell(f"{a} − {b}", arm=a, minus=b)
+def split(rows, *columns):
+    """The rows with the parts of their arms' names ("gspo, 64 experts") in columns of their own."""
+    return [row | dict(zip(columns, row["arm"].split(", "))) for row in rows]
 
 
-def text(here, rows, column, form, minus="", against="", **chosen):
-    """Of those rows of a line that have the values `chosen`: the mean of a column, in this form.
-
-    Without a form: mean and extremes over the seeds; or the difference from the arm `minus`; or that from the arm whose
-    name has the same head and the tail `against`, at the same rate, empty where that is itself or nowhere.
-    """
-    part = select(here, **chosen)
-    if form:
-        return f"{mean(part, column):{form}}"
-    if minus:
-        return difference(values(part, column), values(here, column, arm=minus))
-    if against:
-        same = groups(part, "head", "lr")
-        base = [row for row in select(rows, tail=against) if (row["head"], row["lr"]) in same]
-        return difference(values(part, column), values(base, column)) if base and base != part else ""
-    return spread(values(part, column))
-
-
-PAIRS = (
-    ("gspo", "grpo"), ("gspo, rounded otherwise", "grpo"), ("gspo, rounded otherwise", "gspo"),
-    ("grpo, narrow", "grpo"), ("grpo, narrow", "gspo"), ("grpo+replay", "grpo"), ("gspo+replay", "gspo"),
-)  # fmt: skip
-PARTS = {"seeds 0 to 4": range(5), "seeds 5 to 19": range(5, 20), "all twenty": range(20)}
-
-
-def seeds(rows):
-    lines = [["rate", "", *PARTS, "above 0"]]
-    for setting in ("8e-4", "1.2e-3", "8e-4, 8 updates", "4e-4, 16 updates", "8e-4, longer"):
-        lr, comma, name = setting.partition(", ")
-        for a, b in PAIRS:
-            one = values(rows, lr=lr, arm=a + comma + name)
-            other = values(rows, lr=lr, arm=b + comma + name)
-            if one and other:
-                parts = [{seed: x for seed, x in one.items() if seed in part} for part in PARTS.values()]
-                ahead = sum(one[seed] > other[seed] for seed in one.keys() & other.keys())
-                cells = [*(difference(part, other) for part in parts), f"{ahead} of {len(one)}"]
-                lines.append([lr, f"{a}{comma}{name} − {b}{comma}{name}", *cells])
+def choice(regime, rows):
+    """Rates and widths of one regime; the best of each objective in bold."""
+    rows = select(split(rows, "regime", "arm", "lr", "width"), regime=regime)
+    best = {}
+    for (arm, lr, width), here in groups(rows, "arm", "lr", "width").items():
+        best[arm] = max(best.get(arm, (-1.0, "", "")), (mean(here, MEASURE), lr, width))
+    cells = {}
+    for arm in ("gspo", "grpo"):
+        cells[arm] = spread(MEASURE, arm=arm)
+        cells[f"{arm} clipped"] = number("mean_clip_frac", ".1%", arm=arm)
+    lines = table({"lr": f"{regime}: rate", "width": "window"}, cells, rows)
+    for line in lines[1:]:
+        for arm, place in (("gspo", 2), ("grpo", 4)):
+            if best[arm][1:] == (line[0], line[1]):
+                line[place] = f"**{line[place]}**"
+        line[1] = line[1].replace("x", "× ")
     return lines
 
 
 UNITS = ("sequence", "token", "no")  # of the ratio, and of the clip
-ROUNDED = ", the same gradient rounded otherwise"
 
 
-def unit_gaps(rows):
-    arm = "{} ratio, {} clip".format
+def all_pairs():
+    """Of the objective taken apart: units of the ratio under each clip, then clips for each unit of the ratio."""
     pairs = {}
-    for other in ("token", "no"):
-        for clip in UNITS:
-            pairs[f"sequence − {arm(other, clip)}"] = (arm("sequence", clip), arm(other, clip))
-    for ratio in UNITS:
-        for clip in ("sequence", "token"):
-            pairs[f"{arm(ratio, clip)} − no clip"] = (arm(ratio, clip), arm(ratio, "no"))
-    for x, other, note in (("sequence", "gspo", ROUNDED), ("token", "grpo, narrow", ROUNDED), ("sequence", "grpo", "")):
-        pairs[f"control: {arm(x, x)} − {other}{note}"] = (arm(x, x), other)
-    lines = [[label, difference(values(rows, arm=a), values(rows, arm=b))] for label, (a, b) in pairs.items()]
-    return [["difference", "accuracy"], *lines]
+    for one, other in (("sequence", "token"), ("sequence", "no"), ("token", "no")):
+        for fixed in UNITS:
+            name = f"{one} − {other} ratio, {fixed} clip"
+            pairs[name] = (f"{one} ratio, {fixed} clip", f"{other} ratio, {fixed} clip")
+        for fixed in UNITS:
+            name = f"{one} − {other} clip, {fixed} ratio"
+            pairs[name] = (f"{fixed} ratio, {one} clip", f"{fixed} ratio, {other} clip")
+    return pairs
 
 
-CANDIDATES = {  # what may tell the regimes apart: whose rows, which column
-    "updates per step": ("gspo", "updates"), "learning rate": ("grpo", "lr"),
-    "sd log w": ("grpo", "mean_log_ratio_std"),
-    "tokens of wrong responses that lost e-fold": ("grpo", "mean_wrong_lost"),
-    "drift of wrong responses": ("grpo", "mean_wrong_drift"), "gradient norm": ("grpo", "mean_grad_norm"),
-    "clipped, gspo": ("gspo", "mean_clip_frac"), "accuracy after, grpo": ("grpo", "after"),
-}  # fmt: skip
+CONTROLS = {
+    "control: gspo − itself taken apart": ("gspo", "sequence ratio, sequence clip"),
+    "control: grpo − itself taken apart": ("grpo", "token ratio, token clip"),
+}
 
 
-def ranks(rows):
-    cells = [here for (_, updates), here in groups(rows, "lr", "updates").items() if updates != "1"]
-    gaps = [paired(values(here, arm="gspo"), values(here, arm="grpo"))[0] for here in cells]
-    found = {}
-    for name, (arm, column) in CANDIDATES.items():
-        found[name] = rank_correlation([mean(here, column, arm=arm) for here in cells], gaps)
-    head = ["over the cells with two and more updates", "rank correlation with gspo − grpo"]
-    return [head, *([name, f"{found[name]:+.2f}"] for name in sorted(found, key=lambda name: -abs(found[name])))]
+def experts(rows):
+    rows = split(rows, "arm", "experts")
+    learners = ("gspo", "grpo", "gspo+replay", "grpo+replay")
+    replay = {f"{one}: replay − none": arms(f"{one}+replay", one) for one in ("gspo", "grpo")}
+    cells = {learner: spread(arm=learner) for learner in learners} | GSPO_GRPO | replay
+    return table({"experts": "mean reward"}, cells, sorted(rows, key=lambda row: int(row["experts"].split()[0])))
+
+
+def length(rows):
+    rows = split(rows, "arm", "words")
+    cells = {
+        "tokens": number("mean_length", ".0f"), "before RL": number("before", ".2f"), "gspo": spread(arm="gspo"),
+        "grpo": spread(arm="grpo"), **GSPO_GRPO, "sd log w": number("mean_log_ratio_std", ".3f", arm="grpo"),
+        "sd log s": number("mean_seq_log_ratio_std", ".4f", arm="grpo"),
+        "clipped, gspo": number("mean_clip_frac", ".1%", arm="gspo"),
+    }  # fmt: skip
+    return table({"words": "after each step"}, cells, rows)
+
+
+def sampler(window, rows):
+    rows = select(split(rows, "arm", "window", "sampler", "old"), window=f"{window} window")
+    cells = {}
+    for arm in ("gspo", "grpo"):
+        sampled = {"arm": arm, "old": "sampler"}
+        again = {"arm": arm, "old": "recompute"}
+        cells[f"{arm}, the sampler's log-probs"] = spread(**sampled)
+        cells[f"{arm}: these − recomputed"] = lead(sampled, again)
+        cells[f"{arm}: clipped"] = number("mean_clip_frac", ".1%", **sampled)
+    return table({"sampler": f"{window} windows"}, cells, rows)
 
 
 def quantiles(kind):
@@ -243,92 +167,94 @@ def quantiles(kind):
     return two
 
 
-def sampler(head):
-    exact = cell("against float32", against="float32, sampler", head=head)
-    return [cell(head, head=head), exact, cell("clipped", "mean_clip_frac", ".2%", head=head)]
+def routing(rows):
+    """kind: whether a token's experts changed, and whether those of the sampler were replayed."""
+    kinds = {"0": "experts {tokens}", "1": "{tokens}, replayed"}
+    rows = [row | {"kind": kinds[row["replay"]].format(**row)} for row in rows if "experts" in row["world"]]
+    cells = {}
+    for what in ("choices", "tokens"):
+        for n in ("1", "4", "8"):
+            cells[f"{what} changed after {n}"] = number(f"{what}_changed", ".1%", updates=n, replay="0")
+    ratios = {
+        "same experts: q90, q99 of log w's size": quantiles("experts same"),
+        "same, replayed": quantiles("same, replayed"), "changed: q90, q99": quantiles("experts changed"),
+        "changed, replayed": quantiles("changed, replayed"),
+    }  # fmt: skip
+    return table({"world": "model"}, cells, rows), table({"world": "after 8 updates"}, ratios, rows, updates="8")
 
 
-RATE = {"lr": "learning rate"}
-WINDOW = {"arm": "at 8e-4", "window": "window"}
-AFTER = cell("accuracy after")
-COUNTS = ("1", "2", "4")
-ARMS = ("gspo", "grpo", "grpo, narrow", "gspo+replay", "grpo+replay")
-SAMPLERS = sampler("gspo") + sampler("grpo")
-OF_ARMS = [cell(arm, arm=arm) for arm in ARMS]
+def ratio(rows):
+    cells = {
+        "mean length": number("mean_length", ".3g"), "sd log w": number("sd_log_w", ".3g"),
+        "sd log s": number("sd_log_s", ".3g"), "coherence": number("coherence", ".2f"),
+    }  # fmt: skip
+    rows = [row for row in rows if row["world"] in ("8 experts", "4 words", "8 words")]
+    return table({"world": "after 8 updates", "length": "tokens in a response"}, cells, rows, updates="8")
 
-TABLES = {
-    "choose": [
-        partial(table, WINDOW, [AFTER], tail=""),
-        partial(table, {"head": "default windows"}, [cell(lr, lr=lr) for lr in ("1e-4", "2e-4", "4e-4")], tail="rate"),
-    ],
-    "edge": [
-        partial(table, RATE, OF_ARMS),
-        partial(table, RATE, [gap("gspo", "grpo"), gap("grpo, narrow", "grpo"), gap("gspo", "grpo, narrow"),
-                              gap("grpo+replay", "grpo"), gap("gspo+replay", "gspo")]),
-        partial(table, RATE, [cell(f"clipped, {arm}", "mean_clip_frac", ".1%", arm=arm) for arm in ARMS[:3]]
-                + [cell(f"thinks, {arm}", "late_think_frac", ".1%", arm=arm) for arm in ARMS[:3]]),
-    ],
-    "efficiency": [partial(table, {"arm": "", "lr": "its best rate"}, [
-        cell("reward, mean of 36 steps", "mean_reward"), AFTER, cell("seconds per step", "mean_seconds")], minus=True)],
-    "slow": [partial(
-        table, {"arm": "180 steps at 4e-4"}, [AFTER, cell("reward, last 10 steps", "late_reward")], minus=True)],
-    "seeds": [seeds],
-    "unit": [
-        partial(table, {"head": ""}, [cell(f"{clip} clip", tail=f"{clip} clip") for clip in UNITS], sweep="unit"),
-        unit_gaps,
-    ],
-    "window": [
-        partial(table, WINDOW | {"arm": f"at {lr}"}, [cell("tokens clipped", "mean_clip_frac", ".2%"), AFTER], lr=lr)
-        for lr in ("8e-4", "2e-4")
-    ],
-    "why": [partial(table, {"arm": ""}, [
-        AFTER, cell("against both halves", against="both halves"), cell("drift, wrong", "mean_wrong_drift", ".4f"),
-        cell("drift, right", "mean_right_drift", ".4f"), cell("lost, wrong", "mean_wrong_lost", ".4f"),
-        cell("clipped", "mean_clip_frac", ".4f")])],
-    "staleness": [
-        partial(table, {"lr": "rate", "updates": "updates"}, [
-            ("seeds", lambda rows: str(len(groups(rows, "seed")))), *OF_ARMS[:2], gap("gspo", "grpo"),
-            cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
-            cell("lost, grpo", "mean_wrong_lost", ".2%", arm="grpo"),
-            cell("clipped, gspo", "mean_clip_frac", ".1%", arm="gspo")]),
-        ranks,
-    ],
-    "precision": [
-        partial(table, {"middle": f"sampler, at {lr}", "last": "old log-probs"}, SAMPLERS, lr=lr)
-        for lr in ("2e-4", "8e-4")
-    ],
-    "longer": [partial(table, {"lr": "rate"}, [
-        cell("tokens at the end", "late_length", ".0f", arm="grpo"),
-        cell("sd log w, grpo", "mean_log_ratio_std", ".3f", arm="grpo"),
-        cell("before", "before", ".3f", arm="grpo"), *OF_ARMS[:3], gap("gspo", "grpo")])],
-    "countdown": [partial(table, {"arm": ""}, [
-        cell("before", "before"), cell("after"),
-        ("gain", lambda rows: difference(values(rows), values(rows, "before"))),
-        cell("thinks, at the end", "late_think_frac", ".3f"), cell("tokens", "late_length", ".0f")])],
-    "routing": [
-        partial(table, {"lr": "rate", "experts": "experts"}, [
-            cell(f"{what} changed after {n}", f"{what}_changed", ".2%", updates=n, replay="0")
-            for what in ("choices", "tokens") for n in COUNTS]),
-        partial(table, {"lr": "after 4 updates, rate", "experts": "experts"}, [
-            ("same experts: q90, q99 of log w's size", quantiles("experts same")),
-            ("same, replayed", quantiles("same, replayed")), ("changed: q90, q99", quantiles("experts changed")),
-            ("changed, replayed", quantiles("changed, replayed"))], updates="4"),
-    ],
-    "ratio": [partial(table, {"lr": "rate", "length": "length"}, [
-        cell("mean", "mean_length", ".3g", updates="4"),
-        cell("sd log w after 4 updates", "sd_log_w", ".3g", updates="4"),
-        cell("sd log s", "sd_log_s", ".3g", updates="4"),
-        *(cell(f"coherence after {n}", "coherence", ".2f", updates=n) for n in COUNTS)], experts="8")],
-    "cosine": [partial(table, RATE | {"gradient": "gradient"}, [
-        cell("cosine with the fresh one", "cosine"), cell("against no ratio", "cosine", against="no ratio")],
-        experts="8")],
-    "laptop": [partial(table, {
-        "learner": "", "before sampled": "before: sampled", "before greedy": "greedy",
-        "after sampled": "after: sampled", "after greedy": "greedy", "thinks": "thinks", "tokens": "tokens"}, [])],
-    "bench": [partial(table, {
-        "name": "part", "ours": "ours", "peer": "peer", "unit": "unit", "ratio": "ratio: median (lowest to highest)",
-        "goal": "goal"}, [])],
+
+def laptop(rows):
+    """One line for each learner."""
+    lines = [["", "before: sampled", "greedy", "after: sampled", "greedy", "thinks", "tokens"]]
+    for learner in ("gspo", "grpo"):
+        line = [learner]
+        for stage in ("before", "after"):
+            results = select(rows, learner=learner, stage=stage)
+            line += [f"{accuracy(results, way):.3f}" for way in ("sampled", "greedy")]
+        first, *_, last = load(f"laptop-gpu/{learner}")
+        line.append(" → ".join(f"{float(step['think_frac']):.0%}" for step in (first, last)))
+        line.append(" → ".join(f"{float(step['length']):.0f}" for step in (first, last)))
+        lines.append(line)
+    return lines
+
+
+GOALS = {  # of the ratio, or of what is measured
+    "default_run": "130 s", "sample_natural": "3", "peak_memory": "at most 0.5", "rl_step_natural": "6",
+    "laptop_step": "3", "warm_start": "2", "moe_e64_over_e8": "at most 1.5",
 }  # fmt: skip
+
+
+def bench(rows):
+    lines = [["part", "ours", "peer", "unit", "ratio: median (lowest to highest)", "goal"]]
+    for row in rows:
+        ratio = "{ratio_median} ({ratio_min} to {ratio_max})".format(**row) if row["ratio_median"] else ""
+        lines.append([f"`{row['part']}`", row["ours"], row["peer"], row["unit"], ratio, GOALS[row["part"]]])
+    return lines
+
+
+OBJECTIVES = {"gspo − grpo": ("gspo", "grpo")}
+FILES = {"laptop": ("laptop-gpu/eval",)}  # whose rows, where not those of its own file
+TABLES = {
+    "choices": [partial(choice, "tuned"), partial(choice, "pushed"), partial(choice, "coarse")],
+    "tuned": [partial(table, {"arm": "4e-4"}, MEASURES), partial(leads, OBJECTIVES)],
+    "pushed": [partial(table, {"arm": "8e-4, eight updates"}, MEASURES),
+               partial(leads, OBJECTIVES | all_pairs() | CONTROLS)],
+    "pushed_best": [partial(table, {"arm": "best windows"}, MEASURES), partial(leads, OBJECTIVES)],
+    "experts": [experts],
+    "length": [length],
+    "sampler": [partial(sampler, "default"), partial(sampler, "best")],
+    "routing": [lambda rows: routing(rows)[0], lambda rows: routing(rows)[1]],
+    "ratio": [ratio],
+    "cosine": [partial(table, {"world": "cosine with a fresh gradient"}, {
+        gradient: spread("cosine", gradient=gradient)
+        for gradient in ("fresh, same size", "stale, no ratio", "stale, token ratio", "stale, sequence ratio")})],
+    "why": [partial(table, {"arm": ""}, {
+        "accuracy": spread("after"), "drift, wrong": number("mean_wrong_drift", ".4f"),
+        "drift, right": number("mean_right_drift", ".4f"), "lost, wrong": number("mean_wrong_lost", ".4f"),
+        "clipped": number("mean_clip_frac", ".1%")})],
+    "countdown": [partial(table, {"arm": ""}, {
+        "accuracy before": spread("before"), "after": spread("after"),
+        "thinks, at the end": number("late_think_frac", ".3f"), "tokens": number("late_length", ".0f")})],
+    "laptop": [laptop],
+    "bench": [bench],
+}  # fmt: skip
+
+
+def rows_of(asked):
+    """The rows of a sweep; of quick-NAME, the quick ones. Ends the program where there are none."""
+    name = asked.removeprefix("quick-")
+    if name not in TABLES or (name != asked and name in (*PROBES, "why", "countdown", "laptop", "bench")):
+        refuse(f"there is no sweep {asked}, only {', '.join(TABLES)}, and quick-NAME of those that run.py makes")
+    return [row for file in FILES.get(name, (name,)) for row in load(asked.removesuffix(name) + file)]
 
 
 def tables(asked):

@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import TINY, random_batch, window
@@ -18,6 +17,7 @@ from gspo import gspo_loss
 
 ROOT = Path(train.__file__).parent
 sys.path.insert(0, str(ROOT / "experiments"))
+import claims  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
 import tables  # noqa: E402
@@ -152,28 +152,64 @@ def test_rows_are_appended(tmp_path):
     assert rows.read(tmp_path / "x.csv") == [{"a": "0.12346", "b": "x, y"}, {"a": "2", "b": ""}]
 
 
-def test_paired_differences():
-    a, b = {0: 0.5, 1: 0.75, 2: 1.0, 3: 9.0}, {0: 0.25, 1: 0.5, 2: 0.75}
-    assert tables.paired(a, b) == (0.25, 0.25, 0.25)  # seed 3 has no partner
-    mean, low, high = tables.paired({0: 0.0, 1: 1.0}, {0: 0.0, 1: 0.0})
-    assert (mean, low, high) == (0.5, 0, 1)
+def made_up(name):
+    """Rows of a sweep or probe as its script would write them, two seeds; the second start of "grpo" is another one."""
+    if name in rows.PROBES:
+        world = {"world": "8 experts", "seed": "20", "step": "7", "updates": "8"}
+        if name == "routing":
+            tails = {
+                "tokens": "same",
+                "replay": "0",
+                "q90": "0.1",
+                "q99": "0.2",
+                "choices_changed": "0.01",
+                "tokens_changed": "0.02",
+            }
+            return [world | tails, world | tails | {"tokens": "changed", "q90": "nan", "q99": "nan"}]
+        if name == "ratio":
+            return [
+                world | {"length": "2-9", "mean_length": "4", "sd_log_w": "0.5", "sd_log_s": "0.25", "coherence": "1"}
+            ]
+        return [world | {"gradient": "stale, no ratio", "cosine": "0.25"}]
+    found = []
+    for arm in run.SWEEPS[name]():
+        for seed in (20, 21):
+            start = "other" if arm["learner"] == "grpo" and seed == 21 else "same"
+            row = {"arm": arm["arm"], "learner": arm["learner"], "seed": str(seed), "start": start, "before": "0.5"}
+            row |= dict.fromkeys(
+                ("mean_reward", "best_six", "accuracy"), "0.25" if arm["learner"] == "grpo" else "0.75"
+            )
+            row |= dict.fromkeys((f"mean_{column}" for column in run.MEANS), "0.125")
+            found.append(row | {"reward_by_step": " ".join(["0.5"] * 36)})
+    return found
 
 
-def test_an_interval_of_five_seeds_is_too_narrow():
-    """It holds the truth in 85% of cases, as is written: differences drawn from a normal distribution of mean 0."""
-    draws, none = np.random.default_rng(0).normal(size=(400, 5)), dict.fromkeys(range(5), 0.0)
-    intervals = [tables.paired(dict(enumerate(differences)), none)[1:] for differences in draws]
-    assert np.mean([low <= 0 <= high for low, high in intervals]) == pytest.approx(0.85, abs=0.03)
+@pytest.fixture
+def results_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "best", lambda regime, objective: {"lr": 3e-4, f"{objective}_clip": [0.5, 0.5]})
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    for name in (*run.SWEEPS, *rows.PROBES):
+        rows.write(tmp_path / f"{name}.csv", made_up(name))
+    return tmp_path
 
 
-def test_rank_correlation_shares_the_ranks_of_ties():
-    assert tables.rank_correlation([1, 2, 3, 9], [1, 4, 9, 81]) == pytest.approx(1)
-    # ranks 1.5 1.5 3.5 3.5 and 1 2 3 4: the sum of products is 4, the roots of 4 and 5 divide it
-    assert tables.rank_correlation([5, 5, 7, 7], [1, 2, 3, 4]) == pytest.approx(4 / 20**0.5)
-    assert tables.rank_correlation([7, 5, 7, 5], [1, 1, 2, 2]) == pytest.approx(0)
+def test_every_sweep_has_its_tables(results_folder):
+    """The first difference is of one seed only, since the other's two runs began from different warm starts."""
+    found = {name: tables.tables(name) for name in (*run.SWEEPS, *rows.PROBES)}
+    assert "| gspo | 0.750 (0.75–0.75) |" in found["tuned"][0]
+    assert "| gspo − grpo | +.500 (1 of 1) | +.500 (1 of 1) | +.500 (1 of 1) |" in found["tuned"][1]
+    assert len(found["pushed"][1].splitlines()) == 2 + 1 + 18 + 2
+    assert found["choices"][0].count("**") == 4  # of the best of either objective
+    assert "| 64 experts | 0.750 (0.75–0.75) | 0.250 (0.25–0.25) |" in found["experts"][0]
+    assert "| 8 words | 0 | 0.50 |" in found["length"][0]
+    assert "| 4 bits | 0.750 (0.75–0.75) | +.000 (0 of 2) | 12.5% | 0.250" in found["sampler"][1]
+    assert found["routing"][0].endswith("| 8 experts | – | – | 1.0% | – | – | 2.0% |")
+    assert "| 8 experts | 0.100, 0.20 | – | – | – |" in found["routing"][1]
+    assert "| 8 experts | 2-9 | 4 | 0.5 | 0.25 | 1.00 |" in found["ratio"][0]
+    assert "| 8 experts | – | 0.250 (0.25–0.25) | – | – |" in found["cosine"][0]
 
 
-@pytest.mark.parametrize("name", ["nothing", "quick-laptop", "quick-edge"])
+@pytest.mark.parametrize("name", ["nothing", "quick-laptop", "quick-tuned"])
 def test_tables_of_what_is_not_there(name, capsys):
     with pytest.raises(SystemExit):
         tables.tables(name)
@@ -181,12 +217,17 @@ def test_tables_of_what_is_not_there(name, capsys):
 
 
 def test_what_is_written_is_what_the_rows_say():
-    """Every table of the sweeps in experiments/README.md is printed by tables.py, and every figure it shows is there."""
-    text = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
-    swept = [name for name in tables.TABLES if f"tables.py {name}" in text]
-    assert swept
-    for name in swept:
-        for table in tables.tables(name):
-            assert table in text, f"python experiments/tables.py {name} prints another table"
-    for path in re.findall(r"\]\((figures/[^)]+)\)", text):
-        assert (ROOT / "experiments" / path).stat().st_size > 1000
+    """Every table that is announced by its command is what that command prints, and every figure shown is there."""
+    for file in ("README.md", "SPEED.md"):
+        text = (ROOT / "experiments" / file).read_text(encoding="utf-8")
+        announced = [name for name in tables.TABLES if f"tables.py {name}`" in text]
+        assert announced, file
+        for name in announced:
+            for table in tables.tables(name):
+                assert table in text, f"python experiments/tables.py {name} prints another table than {file} has"
+        for path in re.findall(r"\]\((figures/[^)]+)\)", text):
+            assert (ROOT / "experiments" / path).stat().st_size > 1000
+
+
+def test_the_claims_are_what_the_script_prints():
+    assert "\n".join(claims.table()) in (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
