@@ -18,7 +18,7 @@ import train
 
 ROOT = Path(train.__file__).parent
 sys.path.insert(0, str(ROOT / "experiments"))
-import tables  # noqa: E402
+import claims  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"(?:^|`)((?:python|torchrun [^ ]+) train\.py[^`\n]*)", README, re.M)))
@@ -103,11 +103,12 @@ def test_line_counts():
         assert int(lines) == len((ROOT / name).read_text(encoding="utf-8").splitlines()), name
 
 
-def test_what_we_found_is_what_the_rows_say():
-    """Each number with its interval in the README stands in a table that tables.py prints."""
+def test_what_we_found_is_what_the_claims_say():
+    """Each effect in the README stands in a line of the table of claims, with its interval and its verdict."""
     found = README[README.index("## What we found") : README.index("## The files")]
-    printed = "\n".join(table for name in tables.TABLES for table in tables.tables(name))
-    numbers = re.findall(r"[+−-]?\d\.\d{3}(?: \[[^\]]+\])?", found)
-    assert len(numbers) >= 5
-    for number in numbers:
-        assert number in printed, number
+    printed = [line.split(" | ") for line in claims.table()]
+    rows = [line.strip("| ").split(" | ") for line in found.splitlines() if re.search(r"\| [+-]\.\d", line)]
+    assert rows
+    for row in rows:
+        effect, interval = row[-2].split(", ")
+        assert any(line[3:5] == [effect, interval] and line[7] == row[-1] for line in printed), row
