@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREY = "#7f7f7f"
-OTHERS = ("#009E73", "#CC79A7", "#E69F00", GREY)
+OTHERS = ("#009E73", "#CC79A7", "#999933", GREY)
 HOLLOW = {"mfc": "none"}
 LOOKS = {  # of what is not here, one of the other colours
     "gspo": {"color": BLUE}, "grpo": {"color": ORANGE},
@@ -126,6 +126,7 @@ def two_regimes(ax, rows):
 def widths(regime, title, ax, rows):
     """Mean reward against the window's width: seeds as dots, a line through the means."""
     rows = select(split(rows, "regime", "objective", "lr", "width"), regime=regime)
+    rows.sort(key=lambda row: float(row["width"][1:]))
     for (name,), here in groups(rows, "objective").items():
         by_width = {float(width[1:]): list(values(some, MEASURE).values())
                     for (width,), some in groups(here, "width").items()}  # fmt: skip
@@ -194,7 +195,7 @@ def coherence(ax, rows):
 
 def cosines(ax, rows):
     found = [row | {"arm": row["world"] + row["gradient"]} for row in rows]
-    dots("gradient", "world", ax, found, "TITLE", column="cosine", ylabel="cosine with a large fresh gradient")
+    dots("world", "gradient", ax, found, "TITLE", column="cosine", ylabel="cosine with a large fresh gradient")
 
 
 FIGURES = {  # of each: the files whose rows it shows, the width, and the panels

@@ -89,6 +89,7 @@ def split(rows, *columns):
 def choice(regime, rows):
     """Rates and widths of one regime; the best of each objective in bold."""
     rows = select(split(rows, "regime", "arm", "lr", "width"), regime=regime)
+    rows.sort(key=lambda row: (float(row["lr"]), float(row["width"][1:])))
     best = {}
     for (arm, lr, width), here in groups(rows, "arm", "lr", "width").items():
         best[arm] = max(best.get(arm, (-1.0, "", "")), (mean(here, MEASURE), lr, width))
