@@ -40,26 +40,6 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, cl
     return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
 
 
-def gspo_token_loss(
-    logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None
-):
-    """GSPO-token: as `gspo_loss`, with advantages (B, T). Equation 13, negated; equation 17 is its gradient."""
-    prepared = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=True)
-    new, old, advantages, mask, lengths, count = prepared
-    log_ratio = (new - old).sum(1, keepdim=True) / lengths  # (B, 1)
-    ratio = log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
-    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)], sg: stop-gradient; the value of s_i, token t's gradient
-    token_log_ratio = log_ratio.detach() + (new - new.detach())  # (B, T)
-    token_ratio = token_log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
-    # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
-    unclipped = token_ratio * advantages
-    clipped = token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
-    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T); 0 where masked, since A_it is
-    objective = objective.sum(1, keepdim=True) / lengths  # (B, 1)
-    loss = -objective.sum() / count
-    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
-
-
 def group_advantages(rewards, group_size, *, eps=1e-6):
     """Rewards minus their group's mean, divided by its std: equation 6, which for GRPO is a part of equation 3.
 
@@ -144,6 +124,26 @@ def _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_
         # k3, an unbiased and never negative estimate of KL(pi_old || pi): http://joschu.net/blog/kl-approx.html
         "approx_kl": torch.where(mask, log_ratio.exp() - 1 - log_ratio, 0).sum() / tokens,
     }
+
+
+def gspo_token_loss(
+    logprobs, old_logprobs, advantages, mask, *, clip_eps_low=3e-4, clip_eps_high=4e-4, num_sequences=None
+):
+    """GSPO-token: as `gspo_loss`, with advantages (B, T). Equation 13, negated; equation 17 is its gradient."""
+    prepared = _prepare(logprobs, old_logprobs, advantages, mask, num_sequences, per_token=True)
+    new, old, advantages, mask, lengths, count = prepared
+    log_ratio = (new - old).sum(1, keepdim=True) / lengths  # (B, 1)
+    ratio = log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+    # Equation 14:  s_it = sg[s_i] pi(y_it) / sg[pi(y_it)], sg: stop-gradient; the value of s_i, token t's gradient
+    token_log_ratio = log_ratio.detach() + (new - new.detach())  # (B, T)
+    token_ratio = token_log_ratio.clamp(-LOG_RATIO_CAP, LOG_RATIO_CAP).exp()
+    # Equation 13:  J = 1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
+    unclipped = token_ratio * advantages
+    clipped = token_ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
+    objective = torch.where(unclipped <= clipped, unclipped, clipped)  # (B, T); 0 where masked, since A_it is
+    objective = objective.sum(1, keepdim=True) / lengths  # (B, 1)
+    loss = -objective.sum() / count
+    return loss, _metrics(new, old, advantages, mask, lengths, ratio, clip_eps_low, clip_eps_high)
 
 
 if __name__ == "__main__":  # a group of five responses of four tokens; an update moved their log-probs from -1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Race GSPO against GRPO: from the same warm start, on the same problems, with the same sampling noise.
 
-    python train.py                                        both curves on a laptop's CPU in a few minutes
+    python train.py                                        both curves on a laptop's CPU in a minute or two
     python train.py --learners gspo grpo grpo+replay       add GRPO with routing replay
     python train.py --task countdown                       reach a target with given numbers, by search
     python train.py --preset laptop-gpu                    a larger model and longer sums, for a consumer GPU

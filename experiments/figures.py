@@ -135,6 +135,7 @@ def widths(regime, title, ax, rows):
             ax.plot([width] * len(some), some, ".", color=LOOKS[name]["color"], alpha=0.5)
     ax.set(title=f"{title}\n({seeds(rows)})", xscale="log", xlabel="window, times the default", ylabel="mean reward")
     ax.set_ylim(0.2, 0.9)
+    ax.xaxis.set_major_formatter("{x:g}")
 
 
 def apart(ax, rows):
@@ -201,7 +202,9 @@ def cosines(ax, rows):
 FIGURES = {  # of each: the files whose rows it shows, the width, and the panels
     "lesson": (("tuned", "pushed"), 9, [windows, two_regimes]),
     "choices": (("choices",), 9, [
-        partial(widths, "pushed", "TITLE"), partial(widths, "coarse", "TITLE")]),
+        partial(widths, "pushed", "Pushed, GSPO bears windows up to × 10,\nGRPO only up to × 1"),
+        partial(widths, "coarse", "With a sampler of 4 bits GSPO wants a window\n30 to 100 times as wide, GRPO one of × 3 or more"),
+    ]),
     "pushed": (("pushed",), 10, [pushed_curves, apart]),
     "experts": (("experts",), 7, [experts]),
     "length": (("length",), 7, [length]),
