@@ -39,7 +39,7 @@ class Claim:
     sweep: str
     gap: tuple  # (arm, arm): the measure of the first minus that of the second
     minus: tuple = ()  # another such gap, to be taken off
-    paper: int = 1  # what the paper would have: 1 above 0, -1 below, 0 no difference
+    paper: int = 1  # what the paper lets one expect: 1 above 0, 0 no difference
     seeds: int = 20
 
 
@@ -60,14 +60,14 @@ CLAIMS = (
     ),
     Claim(
         1,
-        "the gap at responses of 80 tokens minus that at 27",
+        "the gap with 4 filler words a step minus that with none",
         "length",
         ("gspo, 4 words", "grpo, 4 words"),
         ("gspo, 0 words", "grpo, 0 words"),
     ),
     Claim(
         1,
-        "the gap at responses of 130 tokens minus that at 27",
+        "the gap with 8 filler words a step minus that with none",
         "length",
         ("gspo, 8 words", "grpo, 8 words"),
         ("gspo, 0 words", "grpo, 0 words"),
@@ -102,7 +102,7 @@ CLAIMS = (
     ),
     Claim(
         4,
-        "the same, each at its best window",
+        "the same, windows that were best on the sampler's log-probs",
         "sampler",
         ("gspo, best window, 4 bits, sampler", "gspo, best window, 4 bits, recompute"),
         ("grpo, best window, 4 bits, sampler", "grpo, best window, 4 bits, recompute"),
@@ -124,7 +124,7 @@ CONTROLS = (
 
 def paired(first, second, column):
     """{seed: difference} of two arms' rows, of the seeds that both have run from the same start."""
-    start, other_start = ({int(row["seed"]): row.get("start") for row in rows} for rows in (first, second))
+    start, other_start = ({int(row["seed"]): row["start"] for row in rows} for rows in (first, second))
     value, other_value = ({int(row["seed"]): float(row[column]) for row in rows} for rows in (first, second))
     common = [seed for seed in sorted(value) if seed in other_value and start[seed] == other_start[seed]]
     return {seed: value[seed] - other_value[seed] for seed in common}
@@ -184,7 +184,7 @@ def verdict(claim, effect, bounds, p):
     if p < 0.05:
         if claim.paper == 0:
             return "no"
-        return "yes" if effect * claim.paper > 0 else "the other way"
+        return "yes" if effect > 0 else "the other way"
     if -TIE < bounds[0] and bounds[1] < TIE:
         return "a tie"
     return "open"
@@ -192,36 +192,36 @@ def verdict(claim, effect, bounds, p):
 
 def signed(x):
     """+.048, as the tables have it"""
-    return f"{x:+.3f}".replace("0.", ".", 1).replace("-.000", "+.000")
+    return f"{x:+.3f}".replace("0.", ".", 1)
+
+
+def line(claim, p=None, corrected=None):
+    """Cells of a row of the table; without p no verdict is due."""
+    values = differences(claim)
+    cells = [claim.claim or "control", claim.words, "" if claim in CONTROLS else ("0", "above 0")[claim.paper]]
+    if len(values) < claim.seeds:
+        return [*cells, *[""] * 7, f"{len(values)} of {claim.seeds}"]
+    bounds = interval(values)
+    cells += [signed(values.mean()), f"{signed(bounds[0])} to {signed(bounds[1])}"]
+    if p is None:
+        cells += ["", "", ""]
+    else:
+        cells += [f"{p:.2g}", f"{corrected:.2g}", f"**{verdict(claim, values.mean(), bounds, corrected)}**"]
+    return [*cells, *(signed(differences(claim, column).mean()) for column in BESIDE), len(values)]
 
 
 def table():
     """Lines of Markdown: a row for each claim, then the controls."""
-    ready = [claim for claim in CLAIMS if len(differences(claim)) >= claim.seeds]
-    # what is not run yet counts as 1: that corrects the others the most
-    ps = [sign_flip_p(differences(claim)) if claim in ready else 1.0 for claim in CLAIMS]
-    corrected = holm(ps)
-    lines = [
-        "| claim | compared | the paper | effect | 95% interval | p | Holm | verdict | best six | accuracy | seeds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for i, claim in enumerate((*CLAIMS, *CONTROLS)):
+    ps = []
+    for claim in CLAIMS:
         values = differences(claim)
-        name = claim.claim or "control"
-        paper = {1: "above 0", -1: "below 0", 0: "0"}[claim.paper]
-        if len(values) < claim.seeds:
-            lines.append(f"| {name} | {claim.words} | {paper} |" + " |" * 7 + f" {len(values)} of {claim.seeds} |")
-            continue
-        effect = values.mean()
-        bounds = interval(values)
-        cells = [name, claim.words, paper, signed(effect), f"{signed(bounds[0])} to {signed(bounds[1])}"]
-        if claim in CLAIMS:
-            cells += [f"{ps[i]:.2g}", f"{corrected[i]:.2g}", f"**{verdict(claim, effect, bounds, corrected[i])}**"]
-        else:
-            cells += ["", "", ""]
-        cells += [signed(differences(claim, column).mean()) for column in BESIDE]
-        lines.append("| " + " | ".join(map(str, [*cells, len(values)])) + " |")
-    return lines
+        # what is not run yet counts as 1: that corrects the others the most
+        ps.append(sign_flip_p(values) if len(values) >= claim.seeds else 1.0)
+    head = "claim,compared,expected,effect,95% interval,p,Holm,verdict,best six,accuracy,seeds".split(",")
+    rows = [head, ["---"] * len(head)]
+    rows += [line(*found) for found in zip(CLAIMS, ps, holm(ps))]
+    rows += [line(control) for control in CONTROLS]
+    return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ def seeds(rows):
 # A panel draws rows on axes.
 
 
-def dots(x, series, ax, rows, title, label="", column=MEASURE, ylabel="mean reward", names=None):
+def dots(x, series, ax, rows, title, label="", column=MEASURE, ylabel="mean reward"):
     """At each value of the column x, of each of a series side by side: its seeds as dots, their mean as a dash."""
     ticks = [key for (key,) in groups(rows, x)]
-    names = names or [name for (name,) in groups(rows, series)]
+    names = [name for (name,) in groups(rows, series)]
     for i, name in enumerate(names):
         look = {"color": OTHERS[i % 4]} | LOOKS.get(name, {})
         for spot, tick in enumerate(ticks):
@@ -203,7 +203,7 @@ FIGURES = {  # of each: the files whose rows it shows, the width, and the panels
     "lesson": (("tuned", "pushed"), 9, [windows, two_regimes]),
     "choices": (("choices",), 9, [
         partial(widths, "pushed", "Pushed, GSPO bears windows up to × 10,\nGRPO only up to × 1"),
-        partial(widths, "coarse", "With a sampler of 4 bits GSPO wants a window\n30 to 100 times as wide, GRPO one of × 3 or more"),
+        partial(widths, "coarse", "With a 4-bit sampler GSPO wants a window\n× 30 to × 100, GRPO one of × 3 or more"),
     ]),
     "pushed": (("pushed",), 10, [pushed_curves, apart]),
     "experts": (("experts",), 7, [experts]),

@@ -14,16 +14,17 @@ Choices (which rate, which window) are made on seeds 100 to 104, in `choices`, t
 is claimed uses seeds 20 to 39, on which nothing had been run when the table of claims was written (`claims.py`).
 
 A row names the commit it was run on, and a hash of its warm start: the same seed gives another start on another kind of
-processor, and only rows with the same start are compared.
+processor, and only rows with the same start are compared. Run long sweeps from a clone, which stays as it is.
 """
 
 import copy
 import hashlib
 import json
 import os
-import shutil
+import random
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -70,7 +71,8 @@ class Settings(train.Settings):
         problem = super().random_problem(draw)
         if not self.filler:
             return problem
-        words = copy.deepcopy(draw)  # so that the next problem is the same whatever the number of words
+        # seeded from a copy: `draw` goes on as without words, and no word tells what imitation draws from it next
+        words = random.Random(copy.deepcopy(draw).random())
         steps = [" ".join([step, *words.choices(FILLER, k=self.filler)]) for step in problem.steps.split()]
         return replace(problem, steps=" ".join(steps))
 
@@ -168,7 +170,8 @@ def scaled(objective, factor):
 
 
 # What is chosen, for either objective by the same search: {regime: (what all its runs share, rates, widths)}.
-# Widened for both objectives where the best of one lay at the edge: "pushed" below 0.1, "coarse" above 100.
+# Widened for both objectives where the best of one lay at the edge: "pushed" below 0.1, "coarse" above 100. The 100 of
+# "pushed" is about what a library's default epsilon makes of GSPO's window.
 CHOICES = {
     "tuned": ({}, (1e-4, 2e-4, 4e-4, 8e-4), (0.3, 1, 3, 10)),
     "pushed": ({"minibatches": 8}, (8e-4,), (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)),
@@ -345,13 +348,10 @@ def measure(chosen, seed, commit, known):
     found = select(known, **same)
     if found:
         return found[0] | {"arm": chosen["arm"]}
-    folder = SCRATCH / f"{chosen['arm']}-{seed}".replace(" ", "_")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     began = time.perf_counter()
-    _, printed = child(__file__, "--child", "run", json.dumps(values), folder, chosen["learner"], warm)
+    with tempfile.TemporaryDirectory() as folder:
+        _, printed = child(__file__, "--child", "run", json.dumps(values), folder, chosen["learner"], warm)
     run = json.loads(printed.splitlines()[-1])
-    shutil.rmtree(folder)
     history = run["history"]
     rewards = [record["reward"] for record in history]
     rewards += [0.0] * (Settings(**values).rl_steps - len(rewards))  # not reached
@@ -365,6 +365,7 @@ def measure(chosen, seed, commit, known):
         row[f"mean_{name}"] = mean(history, name)
     for name in SERIES:
         row[f"{name}_by_step"] = " ".join(f"{record[name]:.4g}" for record in history)
+    row["reward_by_step"] = " ".join(f"{reward:.4g}" for reward in rewards)
     return row | {"broke": int(run["broke"]), "seconds": round(time.perf_counter() - began)}
 
 

@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 import numpy as np
-from claims import BESIDE, MEASURE, paired, signed
+from claims import BESIDE, CONTROLS, MEASURE, paired, signed
 from rows import PROBES, accuracy, groups, load, mean, refuse, select, values
 
 # Cells: functions of the rows of a line.
@@ -91,8 +91,11 @@ def choice(regime, rows):
     rows = select(split(rows, "regime", "arm", "lr", "width"), regime=regime)
     rows.sort(key=lambda row: (float(row["lr"]), float(row["width"][1:])))
     best = {}
-    for (arm, lr, width), here in groups(rows, "arm", "lr", "width").items():
-        best[arm] = max(best.get(arm, (-1.0, "", "")), (mean(here, MEASURE), lr, width))
+    cells = groups(rows, "arm", "lr", "width")
+    most = max(map(len, cells.values()))
+    for (arm, lr, width), here in cells.items():
+        if len(here) == most:  # all seeds have been run
+            best[arm] = max(best.get(arm, (-1.0, "", "")), (mean(here, MEASURE), lr, width))
     cells = {}
     for arm in ("gspo", "grpo"):
         cells[arm] = spread(MEASURE, arm=arm)
@@ -100,7 +103,7 @@ def choice(regime, rows):
     lines = table({"lr": f"{regime}: rate", "width": "window"}, cells, rows)
     for line in lines[1:]:
         for arm, place in (("gspo", 2), ("grpo", 4)):
-            if best[arm][1:] == (line[0], line[1]):
+            if arm in best and best[arm][1:] == (line[0], line[1]):
                 line[place] = f"**{line[place]}**"
         line[1] = line[1].replace("x", "× ")
     return lines
@@ -122,10 +125,7 @@ def all_pairs():
     return pairs
 
 
-CONTROLS = {
-    "control: gspo − itself taken apart": ("gspo", "sequence ratio, sequence clip"),
-    "control: grpo − itself taken apart": ("grpo", "token ratio, token clip"),
-}
+THE_SAME = {f"control: {control.words}": control.gap for control in CONTROLS}
 
 
 def experts(rows):
@@ -228,7 +228,7 @@ TABLES = {
     "choices": [partial(choice, "tuned"), partial(choice, "pushed"), partial(choice, "coarse")],
     "tuned": [partial(table, {"arm": "4e-4"}, MEASURES), partial(leads, OBJECTIVES)],
     "pushed": [partial(table, {"arm": "8e-4, eight updates"}, MEASURES),
-               partial(leads, OBJECTIVES | all_pairs() | CONTROLS)],
+               partial(leads, OBJECTIVES | all_pairs() | THE_SAME)],
     "pushed_best": [partial(table, {"arm": "best windows"}, MEASURES), partial(leads, OBJECTIVES)],
     "experts": [experts],
     "length": [length],

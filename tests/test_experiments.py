@@ -79,6 +79,19 @@ def test_words_that_do_not_matter_leave_the_problems_as_they_are():
         assert len(longer.steps.split()) == 5 * len(steps)
 
 
+def test_no_word_tells_whether_a_solution_thinks():
+    """Imitation draws it from the same generator next: each word comes first as often where that is below .4 or not."""
+    wordy = run.Settings(filler=1)
+    first = {True: [], False: []}
+    for seed in range(600):
+        draw = harness.rng(seed)
+        _, word, *_ = wordy.random_problem(draw).steps.split()
+        first[draw.random() < 0.4].append(word)
+    for word in run.FILLER:
+        for found in first.values():
+            assert 0.06 < found.count(word) / len(found) < 0.2, word
+
+
 # One run
 
 
@@ -117,6 +130,7 @@ def test_a_run_that_breaks_counts_as_nothing_from_there(tmp_path, monkeypatch):
     (folder / "before.json").write_text(json.dumps(evaluation), encoding="utf-8")
     chosen = run.arm("x", "gspo", lr=1e-3)
     row = run.measure(chosen, 7, "c0ffee", known=[])
+    assert row["reward_by_step"].split() == ["1"] * 3 + ["0"] * 33
     assert row["mean_reward"] == 3 / 36 and row["best_six"] == 3 / 6 and row["accuracy"] == 0 and row["before"] == 0.5
     assert (row["commit"], row["start"], row["seed"], row["settings"]) == ("c0ffee", "abcd", "7", "--lr 0.001")
     again = run.measure(chosen | {"arm": "y"}, 7, "later", known=[{k: str(v) for k, v in row.items()}])
