@@ -73,11 +73,19 @@ def table(by, cells, rows, **where):
     return lines
 
 
+def thirds(row):
+    """The mean reward of each third of a run's 36 steps."""
+    rewards = [float(x) for x in row["reward_by_step"].split()]
+    return {f"steps {i + 1}–{i + 12}": sum(rewards[i : i + 12]) / 12 for i in (0, 12, 24)}
+
+
 def leads(pairs, rows):
-    """A line for each pair of arms, on all three measures. pairs: {words: (arm, arm)}."""
-    lines = [["difference", "mean reward", "best six", "accuracy"]]
+    """A line for each pair of arms: on all three measures, and when it comes about. pairs: {words: (arm, arm)}."""
+    rows = [row | thirds(row) for row in rows]
+    when = list(thirds(rows[0]))
+    lines = [["difference", "mean reward", "best six", "accuracy", *when]]
     for words, pair in pairs.items():
-        lines.append([words, *(arms(*pair, column)(rows) for column in (MEASURE, *BESIDE))])
+        lines.append([words, *(arms(*pair, column)(rows) for column in (MEASURE, *BESIDE, *when))])
     return lines
 
 
