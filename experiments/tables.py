@@ -58,7 +58,7 @@ def arms(first, second, column=MEASURE):
 GSPO_GRPO = {"gspo − grpo": arms("gspo", "grpo")}
 MEASURES = {
     "mean reward": spread(MEASURE), "best six": spread("best_six"), "accuracy": spread("accuracy"),
-    "clipped": number("mean_clip_frac", ".1%"),
+    "clipped": number("mean_clip_frac", ".1%"), "approx. KL": number("mean_approx_kl", ".4f"),
 }  # fmt: skip
 
 

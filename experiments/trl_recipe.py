@@ -4,8 +4,7 @@
     pip install -r requirements.txt -r experiments/requirements.txt
     python experiments/trl_recipe.py
 
-A random Qwen3-MoE of 44 thousand parameters is trained from one start with either: 24 updates on 4 generations of 16
-responses, of which those that do not end by themselves have an empty mask. Printed, seconds later:
+A random Qwen3-MoE of 44 thousand parameters, 24 updates on 4 generations of 16 responses, some with an empty mask:
 
     sequence: largest move of a weight 0.008, largest difference between TRL's and ours 1e-07
     token: largest move of a weight 0.01, largest difference between TRL's and ours 0
@@ -30,6 +29,8 @@ class OursInTRL(GRPOTrainer):
     """TRL's loss_type "grpo" by our losses. Without its extras: KL, entropy, router loss, vLLM's correction, images."""
 
     def _compute_loss(self, model, inputs):
+        if self.use_vllm or self.beta or self.aux_loss_enabled:
+            raise ValueError("needs use_vllm=False, beta=0.0, router_aux_loss_coef=0.0: this loss has none of them")
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T); what a tool wrote teaches nothing
@@ -45,13 +46,12 @@ class OursInTRL(GRPOTrainer):
 
 
 def train(trainer, level, low, high):
-    names = {name: i for i, name in enumerate(["<pad>", "<eos>", *"abcdef"])}
-    inner = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
+    inner = Tokenizer(models.WordLevel(dict(zip(("<pad>", "<eos>", *"abcdef"), range(8))), unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
-        vocab_size=len(names), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     config = GRPOConfig(
