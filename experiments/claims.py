@@ -124,10 +124,9 @@ CONTROLS = (
 
 def paired(first, second, column):
     """{seed: difference} of two arms' rows, of the seeds that both have run from the same start."""
-    start, other_start = ({int(row["seed"]): row["start"] for row in rows} for rows in (first, second))
-    value, other_value = ({int(row["seed"]): float(row[column]) for row in rows} for rows in (first, second))
-    common = [seed for seed in sorted(value) if seed in other_value and start[seed] == other_start[seed]]
-    return {seed: value[seed] - other_value[seed] for seed in common}
+    one, other = ({int(row["seed"]): (row["start"], float(row[column])) for row in rows} for rows in (first, second))
+    common = [seed for seed in sorted(one) if seed in other and one[seed][0] == other[seed][0]]
+    return {seed: one[seed][1] - other[seed][1] for seed in common}
 
 
 def gap(rows, arms, column):
@@ -195,9 +194,8 @@ def signed(x):
     return f"{x:+.3f}".replace("0.", ".", 1)
 
 
-def line(claim, p=None, corrected=None):
-    """Cells of a row of the table; without p no verdict is due."""
-    values = differences(claim)
+def line(claim, values, p=None, corrected=None):
+    """Cells of a row of the table, from the claim's differences; without p no verdict is due."""
     cells = [claim.claim or "control", claim.words, "" if claim in CONTROLS else ("0", "above 0")[claim.paper]]
     if len(values) < claim.seeds:
         return [*cells, *[""] * 7, f"{len(values)} of {claim.seeds}"]
@@ -212,15 +210,15 @@ def line(claim, p=None, corrected=None):
 
 def table():
     """Lines of Markdown: a row for each claim, then the controls."""
+    found = [differences(claim) for claim in CLAIMS]
     ps = []
-    for claim in CLAIMS:
-        values = differences(claim)
+    for claim, values in zip(CLAIMS, found):
         # what is not run yet counts as 1: that corrects the others the most
         ps.append(sign_flip_p(values) if len(values) >= claim.seeds else 1.0)
     head = "claim,compared,expected,effect,95% interval,p,Holm,verdict,best six,accuracy,seeds".split(",")
     rows = [head, ["---"] * len(head)]
-    rows += [line(*found) for found in zip(CLAIMS, ps, holm(ps))]
-    rows += [line(control) for control in CONTROLS]
+    rows += [line(*cells) for cells in zip(CLAIMS, found, ps, holm(ps))]
+    rows += [line(control, differences(control)) for control in CONTROLS]
     return [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 

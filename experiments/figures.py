@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from claims import MEASURE
 from rows import RESULTS, groups, load, mean, read, refuse, select, values
-from tables import UNITS, split
+from tables import BY_LENGTH, UNITS, by_experts, by_kind, of_regime, split
 
 try:
     import matplotlib
@@ -72,23 +72,28 @@ def dots(x, series, ax, rows, title, label="", column=MEASURE, ylabel="mean rewa
     ax.set(title=f"{title}\n({seeds(rows)})", xlabel=label, ylabel=ylabel, xlim=(-0.5, len(ticks) - 0.5))
 
 
+def series(rows, column):
+    """Step by step, a line for each row: (rows, steps)."""
+    return np.array([row[f"{column}_by_step"].split() for row in rows], float)
+
+
 def curves(column, title, ax, rows, looks=LOOKS, **axis):
     """A column over the steps, the mean of the seeds, for each arm, or for those that `looks` names."""
     for (arm,), here in groups(rows, "arm").items():
         if arm in looks or looks is LOOKS:
-            series = np.array([row[f"{column}_by_step"].split() for row in here], float)
+            means = series(here, column).mean(0)
             look = {name: value for name, value in looks.get(arm, {}).items() if name != "mfc"}
-            ax.plot(range(1, series.shape[1] + 1), series.mean(0), label=arm, **look)
+            ax.plot(range(1, len(means) + 1), means, label=arm, **look)
     ax.set(title=f"{title} (mean of {seeds(rows)})" if "seed" in rows[0] else title, xlabel="step", **axis)
 
 
 def banded(ax, rows, title, groups_of):
     """Reward over the steps: mean, and as a band the middle half of the seeds. groups_of: {label: (rows, look)}."""
     for label, (here, look) in groups_of.items():
-        series = np.array([row["reward_by_step"].split() for row in here], float)
-        steps = range(1, series.shape[1] + 1)
-        ax.plot(steps, series.mean(0), label=label, **look)
-        ax.fill_between(steps, *np.quantile(series, (0.25, 0.75), 0), color=look["color"], alpha=0.2, lw=0)
+        rewards = series(here, "reward")
+        steps = range(1, rewards.shape[1] + 1)
+        ax.plot(steps, rewards.mean(0), label=label, **look)
+        ax.fill_between(steps, *np.quantile(rewards, (0.25, 0.75), 0), color=look["color"], alpha=0.2, lw=0)
     ax.set(title=title, ylim=(0, 1), ylabel="reward")
 
 
@@ -126,8 +131,7 @@ def two_regimes(ax, rows):
 
 def widths(regime, title, ax, rows):
     """Mean reward against the window's width: seeds as dots, a line through the means."""
-    rows = select(split(rows, "regime", "objective", "lr", "width"), regime=regime)
-    rows.sort(key=lambda row: float(row["width"][1:]))
+    rows = of_regime(regime, rows)
     for (name,), here in groups(rows, "objective").items():
         by_width = {float(width[1:]): list(values(some, MEASURE).values())
                     for (width,), some in groups(here, "width").items()}  # fmt: skip
@@ -155,12 +159,11 @@ def pushed_curves(ax, rows):
 
 
 def experts(ax, rows):
-    rows = sorted(split(rows, "learner", "experts"), key=lambda row: int(row["experts"].split()[0]))
-    dots("experts", "learner", ax, rows, "GSPO's lead is as large in a dense model;\nreplay helps neither")
+    dots("experts", "learner", ax, by_experts(rows), "GSPO's lead is as large in a dense model;\nreplay helps neither")
 
 
 def length(ax, rows):
-    dots("words", "learner", ax, split(rows, "learner", "words"), "TITLE", "random words after each step")
+    dots("words", "learner", ax, split(rows, "learner", "words"), "Pushed, by length", "random words after each step")
 
 
 def sampler(window, title, ax, rows):
@@ -172,16 +175,21 @@ def sampler(window, title, ax, rows):
 
 
 def tails(ax, rows):
-    found = []
-    for row in select(rows, updates="8"):
-        kind = f"{row['tokens']} experts" + (", replayed" if row["replay"] == "1" else "")
-        if "experts" in row["world"] and row["q99"] != "nan":
-            found.append(row | {"kind": kind, "arm": row["world"] + kind})
-    dots("world", "kind", ax, found, "TITLE", column="q99", ylabel="99th percentile of |log w|")
+    there = [row for row in by_kind(select(rows, updates="8")) if row["q99"] != "nan"]
+    found = [row | {"arm": row["world"] + row["kind"]} for row in there]
+    dots(
+        "world",
+        "kind",
+        ax,
+        found,
+        "Token ratios by routing, after 8 updates",
+        column="q99",
+        ylabel="99th percentile of |log w|",
+    )
 
 
 def coherence(ax, rows):
-    rows = [row for row in select(rows, updates="8") if row["world"] in ("8 experts", "4 words", "8 words")]
+    rows = [row for row in select(rows, updates="8") if row["world"] in BY_LENGTH]
     for i, ((world,), here) in enumerate(groups(rows, "world").items()):
         bins = groups(here, "length").values()
         x = [mean(some, "mean_length") for some in bins]
@@ -192,12 +200,21 @@ def coherence(ax, rows):
     x = np.geomspace(2, max(mean(some, "mean_length") for some in groups(rows, "length").values()))
     ax.plot(x, np.sqrt(x), ":", color=GREY, label="all tokens move together")
     ax.plot(x, np.ones_like(x), "--", color=GREY, label="independent noise")
-    ax.set(title="TITLE", xlabel="tokens in a response", ylabel="coherence", xscale="log", yscale="log")
+    ax.set(title="Do the tokens of a response move together?", xscale="log", yscale="log")
+    ax.set(xlabel="tokens in a response", ylabel="coherence")
 
 
 def cosines(ax, rows):
     found = [row | {"arm": row["world"] + row["gradient"]} for row in rows]
-    dots("world", "gradient", ax, found, "TITLE", column="cosine", ylabel="cosine with a large fresh gradient")
+    dots(
+        "world",
+        "gradient",
+        ax,
+        found,
+        "Whose correction corrects?",
+        column="cosine",
+        ylabel="cosine with a large fresh gradient",
+    )
 
 
 FIGURES = {  # of each: the files whose rows it shows, the width, and the panels
@@ -209,7 +226,10 @@ FIGURES = {  # of each: the files whose rows it shows, the width, and the panels
     "pushed": (("pushed",), 10, [pushed_curves, apart]),
     "experts": (("experts",), 7, [experts]),
     "length": (("length",), 7, [length]),
-    "sampler": (("sampler",), 12, [partial(sampler, "default", "TITLE"), partial(sampler, "best", "TITLE")]),
+    "sampler": (("sampler",), 12, [
+        partial(sampler, "default", "Default windows"),
+        partial(sampler, "best", "Windows that were best with a 4-bit sampler"),
+    ]),
     "routing": (("routing",), 7, [tails]),
     "ratio": (("ratio",), 6.5, [coherence]),
     "cosine": (("cosine",), 8, [cosines]),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROBES = ("routing", "ratio", "cosine")
+EXPLORED = ("why", "countdown")  # of an earlier run.py
 
 
 def refuse(message):
@@ -55,6 +56,8 @@ def command(name):
     sweep = name.removeprefix("quick-")
     if name.startswith("laptop-gpu/"):
         return "python train.py --preset laptop-gpu --out experiments/results/laptop-gpu"
+    if name in EXPLORED:
+        return "git restore experiments/results (the run.py of commit d605f6f made them)"
     if name == "bench" or name in PROBES:
         return f"python experiments/{'bench' if name == 'bench' else 'probe'}.py"
     return f"python experiments/run.py {sweep}" + ("" if sweep == name else " --quick")

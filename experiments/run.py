@@ -275,7 +275,7 @@ MEANS = (
     "clip_frac", "clip_frac_low", "clip_frac_high", "expert_change", "approx_kl", "grad_norm", "seconds", "length",
     "log_ratio_std", "seq_log_ratio_std", "entropy", "think_frac", *DRIFTS,
 )  # fmt: skip
-SERIES = ("reward", "length", "clip_frac")
+SERIES = ("length", "clip_frac")  # as far as the run came; beside them the rewards, up to the last step
 
 
 def run_one(learner, values, warm, folder):
@@ -340,6 +340,11 @@ def as_text(values):
     return " ".join(harness.as_typed(name, settings[name]) for name in changed)
 
 
+def joined(numbers):
+    """As a row keeps a series."""
+    return " ".join(f"{x:.4g}" for x in numbers)
+
+
 def measure(chosen, seed, commit, known):
     """Run one arm with one seed, unless a row of the same work is known. Returns its row."""
     values = chosen["settings"] | {"seed": seed}
@@ -363,9 +368,9 @@ def measure(chosen, seed, commit, known):
     row["greedy"] = 0.0 if run["broke"] else train.accuracy(run["evaluation"], "greedy")
     for name in MEANS:
         row[f"mean_{name}"] = mean(history, name)
+    row["reward_by_step"] = joined(rewards)
     for name in SERIES:
-        row[f"{name}_by_step"] = " ".join(f"{record[name]:.4g}" for record in history)
-    row["reward_by_step"] = " ".join(f"{reward:.4g}" for reward in rewards)
+        row[f"{name}_by_step"] = joined(record[name] for record in history)
     return row | {"broke": int(run["broke"]), "seconds": round(time.perf_counter() - began)}
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 from claims import BESIDE, CONTROLS, MEASURE, paired, signed
-from rows import PROBES, accuracy, groups, load, mean, refuse, select, values
+from rows import EXPLORED, PROBES, accuracy, groups, load, mean, refuse, select, values
 
 # Cells: functions of the rows of a line.
 
@@ -94,20 +94,25 @@ def split(rows, *columns):
     return [row | dict(zip(columns, row["arm"].split(", "))) for row in rows]
 
 
+def of_regime(regime, rows):
+    """The rows of `choices` of one regime, by rate and by width."""
+    rows = select(split(rows, "regime", "objective", "lr", "width"), regime=regime)
+    return sorted(rows, key=lambda row: (float(row["lr"]), float(row["width"][1:])))
+
+
 def choice(regime, rows):
     """Rates and widths of one regime; the best of each objective in bold."""
-    rows = select(split(rows, "regime", "arm", "lr", "width"), regime=regime)
-    rows.sort(key=lambda row: (float(row["lr"]), float(row["width"][1:])))
+    rows = of_regime(regime, rows)
     best = {}
-    cells = groups(rows, "arm", "lr", "width")
-    most = max(map(len, cells.values()))
-    for (arm, lr, width), here in cells.items():
+    candidates = groups(rows, "objective", "lr", "width")
+    most = max(map(len, candidates.values()))
+    for (arm, lr, width), here in candidates.items():
         if len(here) == most:  # all seeds have been run
             best[arm] = max(best.get(arm, (-1.0, "", "")), (mean(here, MEASURE), lr, width))
     cells = {}
     for arm in ("gspo", "grpo"):
-        cells[arm] = spread(MEASURE, arm=arm)
-        cells[f"{arm} clipped"] = number("mean_clip_frac", ".1%", arm=arm)
+        cells[arm] = spread(MEASURE, objective=arm)
+        cells[f"{arm} clipped"] = number("mean_clip_frac", ".1%", objective=arm)
     lines = table({"lr": f"{regime}: rate", "width": "window"}, cells, rows)
     for line in lines[1:]:
         for arm, place in (("gspo", 2), ("grpo", 4)):
@@ -136,12 +141,16 @@ def all_pairs():
 THE_SAME = {f"control: {control.words}": control.gap for control in CONTROLS}
 
 
+def by_experts(rows):
+    """The rows of `experts`, the smallest number first."""
+    return sorted(split(rows, "arm", "experts"), key=lambda row: int(row["experts"].split()[0]))
+
+
 def experts(rows):
-    rows = split(rows, "arm", "experts")
     learners = ("gspo", "grpo", "gspo+replay", "grpo+replay")
     replay = {f"{one}: replay − none": arms(f"{one}+replay", one) for one in ("gspo", "grpo")}
     cells = {learner: spread(arm=learner) for learner in learners} | GSPO_GRPO | replay
-    return table({"experts": "mean reward"}, cells, sorted(rows, key=lambda row: int(row["experts"].split()[0])))
+    return table({"experts": "mean reward"}, cells, by_experts(rows))
 
 
 def length(rows):
@@ -176,20 +185,27 @@ def quantiles(kind):
     return two
 
 
+def by_kind(rows):
+    """The rows of `routing` for the worlds of experts. kind: whether a token's experts changed, and were replayed."""
+    kinds = {"0": "{tokens} experts", "1": "{tokens} experts, replayed"}
+    return [row | {"kind": kinds[row["replay"]].format(**row)} for row in rows if "experts" in row["world"]]
+
+
 def routing(rows):
-    """kind: whether a token's experts changed, and whether those of the sampler were replayed."""
-    kinds = {"0": "experts {tokens}", "1": "{tokens}, replayed"}
-    rows = [row | {"kind": kinds[row["replay"]].format(**row)} for row in rows if "experts" in row["world"]]
     cells = {}
     for what in ("choices", "tokens"):
         for n in ("1", "4", "8"):
             cells[f"{what} changed after {n}"] = number(f"{what}_changed", ".1%", updates=n, replay="0")
-    ratios = {
-        "same experts: q90, q99 of log w's size": quantiles("experts same"),
-        "same, replayed": quantiles("same, replayed"), "changed: q90, q99": quantiles("experts changed"),
-        "changed, replayed": quantiles("changed, replayed"),
-    }  # fmt: skip
-    return table({"world": "model"}, cells, rows), table({"world": "after 8 updates"}, ratios, rows, updates="8")
+    return table({"world": "model"}, cells, by_kind(rows))
+
+
+def tails(rows):
+    kinds = ("same experts", "same experts, replayed", "changed experts", "changed experts, replayed")
+    cells = {f"{kind}: q90, q99 of log w's size": quantiles(kind) for kind in kinds}
+    return table({"world": "after 8 updates"}, cells, by_kind(rows), updates="8")
+
+
+BY_LENGTH = ("8 experts", "4 words", "8 words")  # worlds that differ in the length of responses
 
 
 def ratio(rows):
@@ -197,7 +213,7 @@ def ratio(rows):
         "mean length": number("mean_length", ".3g"), "sd log w": number("sd_log_w", ".3g"),
         "sd log s": number("sd_log_s", ".3g"), "coherence": number("coherence", ".2f"),
     }  # fmt: skip
-    rows = [row for row in rows if row["world"] in ("8 experts", "4 words", "8 words")]
+    rows = [row for row in rows if row["world"] in BY_LENGTH]
     return table({"world": "after 8 updates", "length": "tokens in a response"}, cells, rows, updates="8")
 
 
@@ -241,7 +257,7 @@ TABLES = {
     "experts": [experts],
     "length": [length],
     "sampler": [partial(sampler, "default"), partial(sampler, "best")],
-    "routing": [lambda rows: routing(rows)[0], lambda rows: routing(rows)[1]],
+    "routing": [routing, tails],
     "ratio": [ratio],
     "cosine": [partial(table, {"world": "cosine with a fresh gradient"}, {
         gradient: spread("cosine", gradient=gradient)
@@ -261,7 +277,7 @@ TABLES = {
 def rows_of(asked):
     """The rows of a sweep; of quick-NAME, the quick ones. Ends the program where there are none."""
     name = asked.removeprefix("quick-")
-    if name not in TABLES or (name != asked and name in (*PROBES, "why", "countdown", "laptop", "bench")):
+    if name not in TABLES or (name != asked and name in (*PROBES, *EXPLORED, "laptop", "bench")):
         refuse(f"there is no sweep {asked}, only {', '.join(TABLES)}, and quick-NAME of those that run.py makes")
     return [row for file in FILES.get(name, (name,)) for row in load(asked.removesuffix(name) + file)]
 

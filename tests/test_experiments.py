@@ -119,7 +119,7 @@ def test_one_run_of_a_sweep(tmp_path, capsys):
 def test_a_run_that_breaks_counts_as_nothing_from_there(tmp_path, monkeypatch):
     """In a row: three steps of reward 1, then nan; the steps that it did not reach count as 0, and so does accuracy."""
     folder = run.warm_folder({"seed": 7})
-    record = dict.fromkeys((*run.MEANS, *run.SERIES), 1.0)
+    record = dict.fromkeys(("reward", *run.MEANS, *run.SERIES), 1.0)
     printed = json.dumps({"history": [record] * 3, "evaluation": [], "broke": True})
     monkeypatch.setattr(run, "child", lambda *words: (0, printed))
     monkeypatch.setattr(run, "fingerprint", lambda path: "abcd")

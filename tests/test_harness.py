@@ -70,7 +70,7 @@ def checkpoint_file(tmp_path_factory):
 def test_any_text_can_be_asked_and_any_answer_shown(checkpoint_file):
     lines = [b"\xef\xbb\xbf1+2", "1\u22122".encode(), b"1+\xff", b"7+8"]  # a byte order mark, U+2212, no UTF-8
     words = ("sample.py", "--checkpoint", checkpoint_file, "--samples", "4", "--temperature", "8")
-    started = [start(*words, env={"PYTHONIOENCODING": encoding}) for encoding in ("cp1252", "ascii")]
+    started = [start(*words, env={"PYTHONIOENCODING": encoding}) for encoding in ("cp1252", "utf-8", "ascii")]
     for process in started:
         out, err = process.communicate(b"\n".join(lines))
         assert process.returncode == 0 and b"Traceback" not in err, err

@@ -44,7 +44,7 @@ def test_how_many_file_operations_there_are(tmp_path, monkeypatch):
     assert next(calls) == 3 * 21, "the crash tests below cover these"
 
 
-@pytest.mark.parametrize("count", [0, 4, 11, 23, 34, 40, 53, 59])
+@pytest.mark.parametrize("count", [0, 4, 5, 11, 23, 34, 40, 53, 59])
 def test_resumed_after_a_crash_equals_uninterrupted(finished, tmp_path, monkeypatch, count):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
         crash_at(patch, count)
